@@ -1,0 +1,77 @@
+"""Plan to run: the model on meta, techniques applied in order, weights filled in, the optimizer's states in place.
+
+Optimizer states exist before the first step, so memory is the same from the rehearsal on and a resumed run starts
+from the same shape as a fresh one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import models
+from .run import Run, trainable
+from .techniques import Technique, in_order
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizing:
+    """AdamW's settings; ``learning_rate`` is the peak of the schedule."""
+
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+def build(
+    config: Any, techniques: Sequence[Technique], fill: models.Fill, device: torch.device, optimizing: Optimizing,
+    seed: int = 0,
+) -> Run:  # fmt: skip
+    """A run ready for its first micro-batch."""
+    run = rewritten(config, techniques, device)
+    fill(run.model, device)
+    reset_adapters(run.model, seed)
+    run.optimizer = optimizer_of(run, optimizing)
+    return run
+
+
+def rewritten(config: Any, techniques: Sequence[Technique], device: torch.device) -> Run:
+    """The model on meta with all techniques applied; nothing has a storage yet."""
+    run = Run(models.on_meta(config), device)
+    for technique in in_order(tuple(techniques)):
+        technique.apply(run)
+    return run
+
+
+def reset_adapters(model: torch.nn.Module, seed: int) -> None:
+    """Draw the adapters' start, the same on every machine for a seed: on the CPU, in the order of the modules."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            with torch.no_grad():
+                drawn = torch.empty(module.lora_A.shape)
+                torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+                module.lora_A.copy_(drawn)
+                module.lora_B.zero_()
+
+
+def optimizer_of(run: Run, optimizing: Optimizing) -> torch.optim.Optimizer:
+    """AdamW, fused, its two moments and its step count allocated at once; no decay on norms and biases."""
+    parameters = trainable(run.model)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optimizing.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optimizing.learning_rate, betas=optimizing.betas, eps=optimizing.eps, fused=True,
+    )  # fmt: skip
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+        }
+    return optimizer

@@ -1,0 +1,107 @@
+"""Model folders on disk, read without torch: config.json and the headers of safetensors files.
+
+The header format is the safetensors README's: eight bytes of little-endian length, then JSON. Weights are never read.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+
+Headers = dict[str, tuple[tuple[int, ...], str]]
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
+_LONGEST_HEADER = 100_000_000  # the safetensors library's own limit
+# How multimodal checkpoints call the text model; transformers 5 loads it as model.* and lm_head.*
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+
+
+_TEXT_PARTS = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json as a dict. ModelError says where: missing, empty, not JSON (with line and column), not an object."""
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError as error:
+        hint = f"'{path.parent}' has no config.json" if path.parent.is_dir() else f"there is no folder '{path.parent}'"
+        raise ModelError("the file is not there", where=str(path), hint=f"{hint}; give a model folder") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot be read: {error}", where=str(path), hint="check the file") from error
+    if not text.strip():
+        raise ModelError("the file is empty", where=str(path), hint="download the model again")
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise ModelError(f"invalid JSON at line {error.lineno}: {error.msg}", where=where, hint="mend it") from error
+    if not isinstance(config, dict):
+        raise ModelError("not a JSON object", where=str(path), hint="a config.json begins with '{'")
+    return config
+
+
+def read_headers(folder: Path) -> tuple[Headers, str]:
+    """Name -> (shape, dtype) of every tensor in the folder's safetensors files, or none and the reason."""
+    paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("adapter_")]
+    if not paths:
+        return {}, "the folder has no safetensors files: shapes come from config.json alone"
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(read_config(index).get("weight_map", {}).values())
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if missing:
+            return {}, f"{len(missing)} of {len(shards)} weight files are missing, such as {missing[0]}"
+        paths = [folder / shard for shard in sorted(shards)]
+    return {name: value for path in paths for name, value in _header(path).items()}, ""
+
+
+def text_part(headers: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[Headers, int]:
+    """The text model's tensors under the names transformers gives them, and how many others there are."""
+    renamed: Headers = {}
+    for name, value in headers.items():
+        for stored, real in _TEXT_PREFIXES.items():
+            if name.startswith(stored):
+                renamed[real + name.removeprefix(stored)] = value
+                break
+        else:
+            renamed[name] = value
+    # inv_freq: a buffer that Llama 2's files still carry and nothing loads
+    weights = {name: value for name, value in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
+    text = {name: value for name, value in weights.items() if name.startswith(_TEXT_PARTS)}
+    return text, len(weights) - len(text)
+
+
+def repository_name(folder: Path) -> str:
+    """``org/name`` of a snapshot in the Hugging Face cache, else the folder's own name."""
+    parts = folder.resolve().parts if "snapshots" not in folder.parts else folder.parts
+    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/", 1)
+    return folder.resolve().name
+
+
+def _header(path: Path) -> Headers:
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 0 < length <= _LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            entries = json.loads(file.read(length))
+        return {
+            name: (tuple(entry["shape"]), _DTYPES.get(entry["dtype"], str(entry["dtype"]).lower()))
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        hint = "the file is cut or not safetensors: download it again"
+        raise ModelError(f"its header cannot be read ({error})", where=str(path), hint=hint) from error

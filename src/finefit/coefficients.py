@@ -1,0 +1,63 @@
+"""Traced coefficients: shipped for the catalogue's families, derived once and cached for anything else. Torch-free.
+
+A file holds, for a family, the sections of ``trace`` by the graph's key. ``derive`` runs the trace in a subprocess,
+because planning must not import torch; without torch it says which extra to install.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import EngineError
+from .layout import Layout
+
+SHIPPED = Path(__file__).parent / "catalog" / "coefficients"
+Sections = list[dict[str, Any]]
+
+
+def key_of(layout: Layout) -> str:
+    """The traced graph's name: what techniques changed in it, and whether the head is the embedding."""
+    words = [*layout.graph, *(["tied"] if layout.model.tie_word_embeddings else [])]
+    words += [word for word, on in (("bias", layout.model.attention_bias), ("mlp_bias", layout.model.mlp_bias)) if on]
+    return " ".join(words)
+
+
+def sections_for(layout: Layout, checkpointed: str) -> Sections:
+    """Sections of the graph with no block (``plain``) or every block (``checkpointed``) checkpointed."""
+    family, key = layout.model.family, f"{key_of(layout)} {checkpointed}"
+    for path in (SHIPPED / f"{family}.json", _cache(family)):
+        found = _read(path).get(key)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    derive(family, [key])
+    _read.cache_clear()
+    return _read(_cache(family))[key]  # type: ignore[no-any-return]
+
+
+def derive(family: str, keys: list[str], into: Path | None = None) -> None:
+    """Trace ``keys`` of ``family`` in a subprocess and add them to the file ``into`` (default: the user's cache)."""
+    command = [sys.executable, "-m", "finefit.trace", family, str(into or _cache(family)), *keys]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        hint = "pip install 'finefit[train]' (planning this combination needs one trace of the real model)"
+        raise EngineError(f"the step of a {family} model could not be traced: {last}", hint=hint)
+
+
+def _cache(family: str) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return base / "finefit" / "coefficients" / f"{family}.json"
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    data: Mapping[str, Any] = json.loads(path.read_text())["graphs"]
+    return data

@@ -1,0 +1,223 @@
+"""The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
+
+35 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
+(``true`` where a number belongs).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ..errors import ConfigError
+from ..units import parse_budget
+
+#: Budgets are only read against a real device by the plan; for their spelling any large device will do.
+_NOMINAL_TOTAL_BYTES = 2**50
+
+Auto = Literal["auto"]
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"a number is needed, not {str(value).lower()}")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
+NotNegative = Annotated[float, BeforeValidator(_no_bool), Field(ge=0)]
+MoreThanZero = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
+
+
+def _budget(text: str) -> str:
+    if text != "auto":
+        try:
+            parse_budget(text, _NOMINAL_TOTAL_BYTES)
+        except ConfigError as error:
+            raise ValueError(f"{error.message}; {error.hint}") from error
+    return text
+
+
+def _checkpointing(value: Any) -> Any:
+    """YAML's on and off, and the word none, for all blocks and no block."""
+    if isinstance(value, bool):
+        return "all" if value else 0
+    return 0 if value == "none" else value
+
+
+def _names(value: Any) -> Any:
+    """``q_proj,v_proj`` and ``[all]`` as people also write them."""
+    if isinstance(value, str) and value != "all":
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return "all" if isinstance(value, list) and value == ["all"] else value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, protected_namespaces=()
+    )
+
+
+class Lora(_Section):
+    """The adapter, when ``method`` is lora or becomes it."""
+
+    rank: Positive = Field(default=16, description="rank of the two adapter matrices")
+    alpha: MoreThanZero = Field(default=32.0, description="scale of the adapter is alpha / rank; 2 × rank when absent")
+    dropout: Share = Field(default=0.0, description="dropout on the adapter's input")
+    targets: Annotated[Literal["all"] | tuple[str, ...], BeforeValidator(_names)] = Field(
+        default="all", description="linear layers of a block that get an adapter: all, or names as q_proj"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alpha_follows_rank(cls, values: Any) -> Any:
+        rank = values.get("rank") if isinstance(values, Mapping) else None
+        if rank is None or "alpha" in values:
+            return values
+        try:
+            alpha = 2.0 * float(rank)
+        except (TypeError, ValueError):
+            return values  # the rank itself is reported
+        return {**values, "alpha": alpha} if alpha > 0 else values
+
+    def names(self) -> tuple[str, ...]:
+        """The targets by name; empty means every linear layer of a block."""
+        return () if self.targets == "all" else self.targets
+
+
+class Train(_Section):
+    """What is optimised. Nothing here is changed to save memory."""
+
+    global_batch_size: Positive = Field(default=16, description="examples per optimizer step, on all devices together")
+    steps: Positive | None = Field(default=None, description="optimizer steps; wins over epochs when given")
+    epochs: MoreThanZero = Field(default=1.0, description="passes over the data when steps is not given")
+    learning_rate: MoreThanZero = Field(default=2e-4, description="peak learning rate")
+    warmup_steps: NotNegative = Field(default=0.03, description="steps of warm-up; below 1 a share of all steps")
+    weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay of AdamW")
+    max_grad_norm: NotNegative = Field(
+        default=1.0, description="clip the global gradient norm to this; 0 does not clip"
+    )
+    max_length: Positive = Field(default=1024, description="longest example, tokens")
+    too_long: Literal["truncate", "drop", "error"] = Field(
+        default="truncate", description="what happens to longer examples"
+    )
+    eval_every: Count = Field(default=50, description="steps between evaluations; 0 only before and after training")
+    save_every: Count = Field(default=50, description="steps between checkpoints; 0 only at the end")
+    keep_checkpoints: Positive = Field(default=2, description="newest checkpoints to keep")
+    log_every: Positive = Field(default=1, description="steps between step events")
+    order: Literal["shuffled", "as_given"] = Field(default="shuffled", description="order of the examples in an epoch")
+
+
+class Memory(_Section):
+    """What the plan may use and must keep to. ``auto`` leaves it to the plan."""
+
+    budget: Annotated[str, AfterValidator(_budget)] = Field(
+        default="auto", description="memory of the device to use: 8GiB, 24GB, 80%, -1GiB (leave that much), 6GiB..8GiB"
+    )
+    precision: Literal["auto", "fp32", "bf16", "bf16_mixed"] = Field(
+        default="auto", description="of weights and arithmetic"
+    )
+    checkpointing: Annotated[Auto | Literal["all"] | Count, BeforeValidator(_checkpointing)] = Field(
+        default="auto", description="blocks whose activations are recomputed: a number, all, none"
+    )
+    packing: Auto | bool = Field(default="auto", description="several examples in one row, without padding")
+    micro_batch_size: Auto | Positive = Field(default="auto", description="examples per forward pass")
+    micro_batch_tokens: Auto | Positive = Field(default="auto", description="tokens per forward pass")
+    loss_chunk: Auto | Count = Field(
+        default="auto", description="labelled tokens per slice of the logits; 0 computes them whole"
+    )
+    fused_ops: Auto | bool = Field(default="auto", description="finefit's own modules that keep less for backward")
+
+    def pins(self) -> tuple[tuple[str, str], ...]:
+        """What the user fixed, as the plan's constraints: every key but budget and precision that is not ``auto``."""
+        kept = self.model_dump(exclude={"budget", "precision"})
+        return tuple((key, str(value).lower()) for key, value in kept.items() if value != "auto")
+
+
+class Hardware(_Section):
+    """Where it runs."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
+        default="auto", description="auto, cpu, cuda, cuda:1"
+    )
+    threads: Auto | Positive = Field(default="auto", description="CPU threads")
+
+
+class Config(_Section):
+    """One run."""
+
+    model: Annotated[str, Field(min_length=1)] = Field(
+        description="a folder with a transformers model, or a known name"
+    )
+    data: str | None = Field(default=None, description="training examples: a file, or a known name")
+    eval_data: str | None = Field(default=None, description="held-out examples; absent, a few are set aside from data")
+    output_dir: str = Field(default="runs", description="folder of run folders")
+    name: str | None = Field(default=None, description="name of the run folder; absent, made from model and data")
+    seed: Count = Field(default=0, description="of the order, the adapter's start and dropout")
+    method: Literal["auto", "full", "lora"] = Field(
+        default="auto", description="auto: the first of full, lora that fits"
+    )
+    lora: Lora = Lora()
+    train: Train = Train()
+    memory: Memory = Memory()
+    hardware: Hardware = Hardware()
+
+
+#: Section -> its keys; "" holds the keys outside any section. The one place the loader learns the keys from.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "": tuple(key for key, field in Config.model_fields.items() if not isinstance(field.default, _Section)),
+    **{
+        key: tuple(type(field.default).model_fields)
+        for key, field in Config.model_fields.items()
+        if isinstance(field.default, _Section)
+    },
+}
+
+#: Our key -> how other tools spell it in their argument classes and example files.
+_SPELLINGS: dict[str, str] = {
+    "model": "model_name_or_path base_model model_id",
+    "data": "dataset datasets dataset_name train_dataset train_file",
+    "eval_data": "eval_dataset validation_file test_datasets val_set_size",
+    "name": "run_name",
+    "seed": "data_seed",
+    "method": "finetuning_type adapter tuner_type train_type use_peft",
+    "lora.rank": "lora_r lora_rank r",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "lora_target lora_target_modules target_modules lora_target_linear lora_attn_modules",
+    "train.global_batch_size": "gradient_accumulation_steps batch_size",
+    "memory.micro_batch_size": "per_device_train_batch_size micro_batch",
+    "train.steps": "max_steps num_steps",
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.learning_rate": "lr",
+    "train.warmup_steps": "warmup_ratio num_warmup_steps",
+    "train.max_grad_norm": "clip_grad_norm gradient_clipping max_norm",
+    "train.max_length": "cutoff_len sequence_len max_seq_length max_seq_len max_context_length model_max_length",
+    "train.eval_every": "eval_steps",
+    "train.save_every": "save_steps",
+    "train.log_every": "logging_steps",
+    "train.keep_checkpoints": "save_total_limit",
+    "train.order": "train_sampling_strategy",
+    "memory.precision": "bf16 fp16 pure_bf16 dtype torch_dtype",
+    "memory.checkpointing": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
+    " disable_gradient_checkpointing",
+    "memory.packing": "sample_packing neat_packing padding_free",
+    "memory.fused_ops": "use_liger_kernel enable_liger_kernel",
+    "memory.budget": "gpu_memory_limit max_memory",
+}  # fmt: skip
+
+FOREIGN: dict[str, str] = {foreign: ours for ours, spellings in _SPELLINGS.items() for foreign in spellings.split()}
+
+_BATCH_NOTE = "say train.global_batch_size, the examples of one optimizer step; the plan chooses how to split it"
+
+#: What a hint says where the foreign key does not mean quite the same.
+FOREIGN_NOTES: dict[str, str] = {
+    "gradient_accumulation_steps": _BATCH_NOTE,
+    "batch_size": _BATCH_NOTE,
+    "per_device_train_batch_size": f"{_BATCH_NOTE}, or pin memory.micro_batch_size",
+    "val_set_size": "held-out examples are named by eval_data; absent, a few are set aside",
+    "warmup_ratio": "it is train.warmup_steps here, a share of all steps when below 1",
+}

@@ -1,0 +1,250 @@
+"""Files and built-in sets to examples, one after the other, in constant memory (a JSON array is read whole).
+
+JSON lines, JSON arrays, CSV and plain text (a blank line between two examples), each also with ``.gz``. Anything that
+cannot be used stops at once with ``file:line:column`` and a hint: training on half of a file unasked is no kindness.
+Declined: parquet, arrow and hub ids (convert them to JSON lines), and folders of files.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from finefit.data import stdlib_docstrings
+from finefit.data.formats import Example, Format, Row, detect, example, unused_columns
+from finefit.errors import DataError, did_you_mean
+
+HELD_OUT = f"{stdlib_docstrings.NAME}:held-out"
+BUILT_IN: dict[str, Callable[[], list[stdlib_docstrings.Pair]]] = {
+    stdlib_docstrings.NAME: stdlib_docstrings.train,
+    HELD_OUT: stdlib_docstrings.held_out,
+}
+
+Rows = Iterator[tuple[int, Row]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something to read examples from, as often as wanted. ``digest`` names the content, not the file."""
+
+    name: str
+    format: str
+    digest: str
+    unused_columns: tuple[str, ...]
+    _open: Callable[[], Iterator[Example]] = field(repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[Example]:
+        return self._open()
+
+
+def open_source(name: str | Path, columns: Mapping[str, str] | None = None) -> Source:
+    """The built-in set or the file ``name``. ``columns`` renames: ``{"prompt": "question"}`` reads one as the other."""
+    if str(name) in BUILT_IN:
+        return _built_in(str(name))
+    path = Path(name).expanduser()
+    _check_file(path)
+    renamed = {theirs: ours for ours, theirs in (columns or {}).items()}
+    first = next(_rows(path, renamed), None)
+    if first is None:
+        raise DataError("the file has no rows", where=str(path), hint="it must hold at least one example")
+    known = detect(first[1], f"{path}:{first[0]}")
+    marks = json.dumps([known.name, sorted(renamed.items())]).encode()
+    return Source(
+        name=str(path),
+        format=known.name,
+        digest=_file_digest(path, marks),
+        unused_columns=unused_columns(known, first[1]),
+        _open=partial(_examples, path, known, renamed),
+    )
+
+
+def _built_in(name: str) -> Source:
+    def examples() -> Iterator[Example]:
+        for pair in BUILT_IN[name]():
+            yield Example(pair["where"], messages=tuple(pair["messages"]))
+
+    # The library itself is not read for the digest: it only changes with the interpreter, and reading it takes seconds.
+    recipe = Path(stdlib_docstrings.__file__).read_bytes()
+    digest = hashlib.sha256(f"{name} {sys.version} {sys.platform} {sys.base_prefix}".encode() + recipe).hexdigest()
+    return Source(name=name, format="messages", digest=digest, unused_columns=(), _open=examples)
+
+
+def _examples(path: Path, known: Format, renamed: Mapping[str, str]) -> Iterator[Example]:
+    for line, row in _rows(path, renamed):
+        yield example(known, row, f"{path}:{line}")
+
+
+def _rows(path: Path, renamed: Mapping[str, str]) -> Rows:
+    for line, row in _READERS[_suffix(path)](path):
+        yield line, {renamed.get(column, column): value for column, value in row.items()} if renamed else row
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        found = sorted(file.name for file in path.iterdir() if _suffix(file) in _READERS)
+        hint = f"give one file of it: {', '.join(found[:5])}" if found else "it holds no file that could be read"
+        raise DataError("this is a folder", where=str(path), hint=hint)
+    if not path.exists():
+        raise DataError("no such data file", where=str(path), hint=_missing_hint(path))
+    if _suffix(path) not in _READERS:
+        raise DataError(
+            f"cannot read files that end in '{path.suffix}'",
+            where=str(path),
+            hint=f"convert it to JSON lines; read are {', '.join(sorted(_READERS))}, also with .gz",
+        )
+    if path.stat().st_size == 0:
+        raise DataError("the file is empty", where=str(path), hint="it must hold at least one example")
+
+
+def _missing_hint(path: Path) -> str:
+    names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = did_you_mean(path.name, names) or did_you_mean(str(path), BUILT_IN)
+    if not path.parent.is_dir():
+        hint = hint or f"the folder {path.parent} does not exist either"
+    return hint or f"give a file, or the built-in '{stdlib_docstrings.NAME}'"
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+
+
+def _file_digest(path: Path, marks: bytes) -> str:
+    digest = hashlib.sha256(marks)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their endings. Decoded one by one, so that a bad byte has a line."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"not UTF-8 text: byte 0x{error.object[error.start]:02x}",
+            where=f"{path}:{number}:{error.start + 1}",
+            hint="save the file as UTF-8",
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(
+            f"the compressed file is damaged ({error})",
+            where=f"{path}:{number + 1}",
+            hint="copy or download it again",
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read the file: {error.strerror}", where=str(path)) from None
+
+
+def _json_rows(path: Path) -> Rows:
+    """JSON lines, or one JSON array: whichever the content is, since half of all .json files are JSON lines."""
+    lines = _lines(path)
+    for number, line in lines:
+        if line.lstrip().startswith("["):
+            # Blank lines stand in for what was skipped, so the decoder's own line numbers hold.
+            yield from _array_rows(path, "\n" * (number - 1) + line + "".join(rest for _, rest in lines))
+        elif line.strip():
+            yield number, _object(_parse(line, path, number), f"{path}:{number}")
+
+
+def _parse(line: str, path: Path, number: int) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        spread = line.strip() in ("{", "[") or error.pos >= len(line.rstrip())
+        hint = "write one JSON object a line, or one JSON array" if spread else "check quotes, commas and escapes there"
+        raise DataError(f"invalid JSON: {error.msg}", where=f"{path}:{number}:{error.colno}", hint=hint) from None
+
+
+def _array_rows(path: Path, text: str) -> Rows:
+    decoder = json.JSONDecoder()
+    position, line, counted = _skip_blank(text, text.index("[") + 1), 1, 0
+    while text[position : position + 1] != "]":
+        try:
+            value, end = decoder.raw_decode(text, position)
+            line += text.count("\n", counted, position)
+            counted = position
+            yield line, _object(value, f"{path}:{line}")
+            position = _skip_blank(text, end)
+            if text[position : position + 1] == ",":
+                position = _skip_blank(text, position + 1)
+                if text[position : position + 1] == "]":
+                    raise json.JSONDecodeError("Illegal trailing comma before end of array", text, position)
+            elif text[position : position + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+        except json.JSONDecodeError as error:
+            where = f"{path}:{error.lineno}:{error.colno}"
+            hint = "check quotes, commas and brackets there; is the end of the file missing?"
+            raise DataError(f"invalid JSON: {error.msg}", where=where, hint=hint) from None
+    rest = _skip_blank(text, position + 1)
+    if rest < len(text):
+        where = f"{path}:{text.count(chr(10), 0, rest) + 1}"
+        raise DataError("there is more after the end of the JSON array", where=where, hint="keep one array in a file")
+
+
+def _skip_blank(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise DataError(
+        "this row is not a JSON object",
+        where=where,
+        hint='a row looks like {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
+    )
+
+
+def _csv_rows(path: Path) -> Rows:
+    csv.field_size_limit(2**31 - 1)  # the default stops at 128 KiB, which one long answer reaches
+    reader = csv.DictReader(text for _, text in _lines(path))
+    line = 1
+    try:
+        reader.fieldnames  # noqa: B018  (reads the header, so that a row's first line is known)
+        line = reader.line_num + 1
+        for row in reader:
+            if None in row or None in row.values():
+                raise DataError(
+                    f"this row has {'more' if None in row else 'fewer'} cells than the header",
+                    where=f"{path}:{line}",
+                    hint="put quotes around cells with commas or line breaks",
+                )
+            yield line, row
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"invalid CSV: {error}", where=f"{path}:{line}") from None
+
+
+def _text_rows(path: Path) -> Rows:
+    start, kept = 1, ""
+    for number, line in _lines(path):
+        if line.strip():
+            start = start if kept else number
+            kept += line
+        elif kept:
+            yield start, {"text": kept.strip()}
+            kept = ""
+    if kept:
+        yield start, {"text": kept.strip()}
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _json_rows,
+    ".ndjson": _json_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".txt": _text_rows,
+}

@@ -1,0 +1,67 @@
+"""Bytes by component and moment: one type for what is predicted, simulated and measured.
+
+Components are the categories of PyTorch's memory profiler (``torch.profiler._memory_profiler.Category``), so figures
+line up with its own. A peak is a maximum over moments, never a sum of everything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+COMPONENTS = ("parameter", "gradient", "optimizer_state", "activation", "temporary", "input", "reserved")
+MOMENTS = ("load", "forward_end", "loss", "backward_peak", "optimizer_step", "eval", "save")
+
+Witness = Literal["predicted", "simulated", "measured"]
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """``moments[moment][component]`` in bytes: the composition at the highest point of each moment."""
+
+    witness: Witness
+    moments: Mapping[str, Mapping[str, int]]
+    reserved_bytes: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    def at(self, moment: str) -> int:
+        """Bytes at the highest point of ``moment``, without the reserved part."""
+        return sum(self.moments.get(moment, {}).values())
+
+    @property
+    def peak_moment(self) -> str:
+        return max(self.moments, key=self.at)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of live tensors at the highest moment."""
+        return self.at(self.peak_moment)
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device must have: live tensors and what is reserved beside them."""
+        return self.peak_bytes + self.reserved_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "witness": self.witness,
+            "peak_bytes": self.peak_bytes,
+            "peak_moment": self.peak_moment,
+            "reserved_bytes": self.reserved_bytes,
+            "moments": {moment: dict(parts) for moment, parts in self.moments.items()},
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Footprint":
+        return cls(data["witness"], data["moments"], data["reserved_bytes"], tuple(data.get("notes", ())))
+
+
+def highest(witness: Witness, *parts: Mapping[str, Mapping[str, int]]) -> Footprint:
+    """One footprint from several: for each moment the composition with the larger sum."""
+    moments: dict[str, Mapping[str, int]] = {}
+    for part in parts:
+        for moment, components in part.items():
+            if sum(components.values()) >= sum(moments.get(moment, {}).values()):
+                moments[moment] = components
+    return Footprint(witness, moments)

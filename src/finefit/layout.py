@@ -1,0 +1,69 @@
+"""The symbolic twin of the training state: parameter groups and what the step's activations depend on.
+
+Techniques rewrite it on paper; ``predict.footprint`` is its only reader of bytes. It computes none itself.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from .spec import ModelSpec, Parameter, Role
+
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """``count`` tensors of ``numel`` elements each, alike in type and in what happens to them."""
+
+    name: str
+    numel: int
+    count: int
+    bits: int
+    trainable: bool
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """The micro-batch the layout is sized for: all tokens (padding too), the longest sequence, the labelled tokens."""
+
+    tokens: int
+    longest: int
+    labelled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is held and how the step runs. ``graph`` names the traced step: the ordered words techniques added."""
+
+    model: ModelSpec
+    groups: tuple[ParamGroup, ...]
+    micro: Micro
+    graph: tuple[str, ...] = ()
+    rank: int = 0
+    checkpointed: int = 0
+    """Decoder blocks, counted from the first, that keep their input only."""
+    loss_chunk: int = 0
+    """Rows of the vocabulary head computed at once; 0 when all logits exist together."""
+    micro_steps: int = 1
+    """Micro-batches of one optimizer step: from the second on, gradients are there already."""
+    state_tensors: int = 2
+    """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
+
+    def with_word(self, word: str) -> Self:
+        return replace(self, graph=(*self.graph, word))
+
+
+def layout_of(model: ModelSpec, micro: Micro) -> Layout:
+    """The plain fp32 full fine-tuning of ``model``: everything trains, nothing is saved on."""
+    depth = model.num_hidden_layers
+    if model.extra:
+        groups = tuple(_group("", p, 1) for p in model.extra)
+    else:
+        blocks = tuple(_group("block.", p, depth) for p in model.block_parameters())
+        groups = (*blocks, *(_group("", p, 1) for p in model.outer_parameters()))
+    return Layout(model, groups, micro)
+
+
+def _group(prefix: str, parameter: Parameter, count: int) -> ParamGroup:
+    return ParamGroup(prefix + parameter.name, parameter.numel, count, 32, True, parameter.role)

@@ -1,0 +1,154 @@
+"""Layout to footprint: states by arithmetic, activations by traced coefficients, the peak by walking one step.
+
+The walk goes through the step's sections (embedding, blocks, loss, backward, update) with what is alive at each start;
+a moment's figure is the highest landmark in it. Torch-free; about a tenth of a millisecond.
+
+Symbols: as in ``poly``.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .coefficients import Sections, sections_for
+from .footprint import Footprint
+from .layout import Layout, Micro
+from .poly import value
+from .spec import HardwareSpec
+
+QUERY_BLOCK = 128  # rows of one attention block: nn.attention.QUERY_BLOCK
+_MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step"}
+
+
+def states(layout: Layout) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states, to the byte."""
+    parameter = sum(g.numel * g.count * g.bits // 8 for g in layout.groups)
+    trained = [g for g in layout.groups if g.trainable]
+    gradient = sum(g.numel * g.count * g.bits // 8 for g in trained)
+    step_counts = 4 * sum(g.count for g in trained)  # one fp32 scalar a tensor
+    return {
+        "parameter": parameter,
+        "gradient": gradient,
+        "optimizer_state": layout.state_tensors * gradient + step_counts,
+    }
+
+
+def sizes_of(layout: Layout) -> dict[str, float]:
+    """Every symbol's value for this layout."""
+    model, micro = layout.model, layout.micro
+    return {
+        **model.symbols(),
+        "g": model.num_attention_heads / model.num_key_value_heads,
+        "T": micro.tokens,
+        "S": micro.longest,
+        "Q": min(QUERY_BLOCK, micro.longest),
+        "L": micro.labelled,
+        "C": min(layout.loss_chunk or micro.labelled, micro.labelled),
+        "r": layout.rank,
+        "P": sum(g.count for g in layout.groups if g.trainable),
+    }
+
+
+def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint:
+    """Bytes by component at each moment of a steady step's largest micro-batch."""
+    fixed = states(layout)
+    walk = _Walk(layout, fixed)
+    for name, kind, times in _itinerary(layout):
+        walk.through(name, kind, times)
+    held = {**fixed, "activation": 0, "temporary": 0}
+    largest = max((g.numel * g.bits // 8 for g in layout.groups), default=0)
+    walk.best["load"] = {"parameter": fixed["parameter"], "temporary": largest}
+    walk.best["save"] = {c: n for c, n in held.items() if n and c != "gradient"}
+    reserved = hardware.context_bytes if hardware else 0
+    return Footprint("predicted", walk.best, reserved)
+
+
+def _itinerary(layout: Layout) -> Iterator[tuple[str, str, int]]:
+    """(section, kind of graph, how often) in the order of a step. The first ``checkpointed`` blocks are so."""
+    depth, k = layout.model.num_hidden_layers, layout.checkpointed
+    outer = "checkpointed" if k == depth else "plain"
+    middle = [("checkpointed", max(0, min(k, depth - 1) - 1)), ("plain", depth - 1 - max(k, 1) if k < depth else 0)]
+    yield "forward before", outer, 1
+    yield "forward 0", "checkpointed" if k else "plain", 1
+    for kind, times in middle:
+        yield "forward 1", kind, times
+    if depth > 1:
+        yield "forward 2", outer, 1
+    for name in ("forward after", "loss", "backward start"):
+        yield name, outer, 1
+    if depth > 1:
+        yield "backward 2", outer, 1
+    for kind, times in reversed(middle):
+        yield "backward 1", kind, times
+    yield "backward 0", "checkpointed" if k else "plain", 1
+    yield "optimizer", outer, 1
+
+
+class _Walk:
+    """Live bytes by component while the sections pass, and the highest composition of each moment."""
+
+    def __init__(self, layout: Layout, fixed: Mapping[str, int]) -> None:
+        self.layout, self.sizes = layout, sizes_of(layout)
+        self.again = layout.micro_steps > 1
+        tokens, labelled = layout.micro.tokens, layout.micro.labelled
+        self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}
+        if not self.again:
+            self.live["gradient"] = 0
+        self.best: dict[str, dict[str, int]] = {}
+        self.tables = {kind: self._table(kind) for kind in _kinds(layout)}
+        self.passed: list[tuple[str, str, int]] = []
+
+    def _table(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Numbers of each section of the variant in use: the first micro-batch's, or a later one's."""
+        sections: Sections = sections_for(self.layout, kind)
+        return {s["name"]: self._numbers(s) for s in sections if s["again"] in (self.again, None)}
+
+    def _numbers(self, section: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "end": {c: value(p, self.sizes) for c, p in section["end"].items()},
+            "landmarks": [{c: value(p, self.sizes) for c, p in mark.items()} for mark in section["landmarks"]],
+        }
+
+    def through(self, name: str, kind: str, times: int) -> None:
+        if not times:
+            return
+        section = self.tables[kind].get(name)
+        if name.split(" ")[-1].isdigit():
+            self.passed.append((name.split(" ")[-1], kind, times))
+        if section is not None:
+            # What a block adds is the same each time, so its highest pass is the first or the last.
+            for _ in range(min(times, 1)):
+                self._look(name, section)
+            self._add(section["end"], times - 1)
+            self._look(name, section)
+            self._add(section["end"], 1)
+        self._free_late(name)
+
+    def _look(self, name: str, section: Mapping[str, Any]) -> None:
+        moment = _MOMENT[name.split(" ")[0]]
+        base = sum(self.live.values())
+        top = max(section["landmarks"], key=lambda mark: sum(mark.values()), default={})
+        if base + sum(top.values()) > sum(self.best.get(moment, {}).values()):
+            now = {c: self.live.get(c, 0) + top.get(c, 0) for c in {**self.live, **top}}
+            self.best[moment] = {c: n for c, n in now.items() if n}
+
+    def _add(self, change: Mapping[str, int], times: int) -> None:
+        for component, n_bytes in change.items():
+            self.live[component] = self.live.get(component, 0) + n_bytes * times
+
+    def _free_late(self, outer: str) -> None:
+        """What blocks made and an outer section frees, once for each block of each kind."""
+        if outer.split(" ")[-1].isdigit() or outer.startswith("forward before"):
+            return
+        for block, kind, times in self.passed:
+            late = self.tables[kind].get(f"late {block} {outer}")
+            if late is not None:
+                self._add(late["end"], times)
+
+
+def _kinds(layout: Layout) -> set[str]:
+    return {kind for _, kind, times in _itinerary(layout) if times}
+
+
+def micro_of(lengths: tuple[int, ...], labelled: int) -> Micro:
+    """The micro-batch made of sequences of these lengths, packed."""
+    return Micro(sum(lengths), max(lengths), labelled)

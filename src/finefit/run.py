@@ -1,0 +1,111 @@
+"""Run: the slots techniques fill, and the one forward-and-loss every reader shares (loop, rehearsal, trace, evaluation).
+
+A run has no methods and no technique's name in it. What is off is a null object: an infinite clip norm, a disabled
+scaler, an empty context.
+
+Shapes: B rows, S columns, T = B·S tokens, L labelled tokens, h hidden.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ledger import Ledger, NoLedger
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens of one forward pass. ``row_l`` are flat positions whose *next* token is trained, ``label_l`` that token."""
+
+    ids_bs: Tensor
+    position_bs: Tensor
+    bounds: tuple[int, ...]
+    row_l: Tensor
+    label_l: Tensor
+    tokens: int
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.ids_bs, self.position_bs, self.row_l, self.label_l
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        ids, position, row, label = (t.to(device, non_blocking=True) for t in self.tensors())
+        return MicroBatch(ids, position, self.bounds, row, label, self.tokens)
+
+
+Example = tuple[Sequence[int], Sequence[int]]  # token ids, 1 where the token is trained
+
+
+def plain_loss(model: nn.Module, hidden_bsh: Tensor, batch: MicroBatch) -> Tensor:
+    """Sum of cross-entropy over labelled tokens from full fp32 logits, as transformers computes it."""
+    logits = model.get_output_embeddings()(hidden_bsh)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    target = torch.full((logits.shape[0] * logits.shape[1],), -100, dtype=torch.long, device=logits.device)
+    target[batch.row_l] = batch.label_l
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), target, ignore_index=-100, reduction="sum")
+
+
+def padded(examples: Sequence[Example]) -> MicroBatch:
+    """One example a row, padded on the right: causal attention never looks at what follows, so no mask is needed."""
+    longest = max(len(ids) for ids, _ in examples)
+    ids_bs = torch.zeros(len(examples), longest, dtype=torch.long)
+    rows: list[int] = []
+    for i, (ids, mask) in enumerate(examples):
+        ids_bs[i, : len(ids)] = torch.as_tensor(ids, dtype=torch.long)
+        rows += [i * longest + t for t in range(len(ids) - 1) if mask[t + 1]]
+    row_l = torch.tensor(rows, dtype=torch.long)
+    bounds = tuple(range(0, longest * len(examples) + 1, longest))
+    position = torch.arange(longest).expand(len(examples), longest)
+    tokens = sum(len(ids) for ids, _ in examples)
+    return MicroBatch(ids_bs, position, bounds, row_l, ids_bs.flatten()[row_l + 1], tokens)
+
+
+def one_by_one(lengths: Sequence[int]) -> list[list[int]]:
+    """Each example is a micro-batch of its own."""
+    return [[i] for i in range(len(lengths))]
+
+
+def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """2-norm of all gradients together; clips nothing."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+
+
+@dataclass(slots=True)
+class Run:
+    model: nn.Module
+    device: torch.device
+    split: Callable[[Sequence[int]], list[list[int]]] = one_by_one
+    collate: Callable[[Sequence[Example]], MicroBatch] = padded
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss: Callable[[nn.Module, Tensor, MicroBatch], Tensor] = plain_loss
+    clip: Callable[[Sequence[nn.Parameter]], Tensor] = global_norm
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
+    optimizer: torch.optim.Optimizer | None = None
+    evidence: dict[str, int] = field(default_factory=dict)
+    """What really happened, counted where it happens; post-conditions compare it with the plan."""
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The decoder blocks, in order."""
+    blocks = model.get_decoder().layers
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def summed_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
+    """Forward of one micro-batch: fp32 sum of cross-entropy over its labelled tokens."""
+    with run.context():
+        hidden = run.model.get_decoder()(
+            input_ids=batch.ids_bs, position_ids=batch.position_bs, bounds=batch.bounds, use_cache=False
+        ).last_hidden_state
+        (ledger or NoLedger()).mark("loss")
+        return run.loss(run.model, hidden, batch)

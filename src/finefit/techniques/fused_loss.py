@@ -1,0 +1,56 @@
+"""Vocabulary head and cross-entropy in one, in chunks of labelled tokens: full logits never exist, forward or backward.
+
+In chat data most tokens are not labelled, so most of the head's work and all of the T·V logits go. Soft-capping is
+applied. Exact: the same sum in another order. Declines label smoothing.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..layout import Layout
+from .base import NotAsPlanned, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..ledger import Ledger
+    from ..run import MicroBatch, Run
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLoss(Technique):
+    name = "fused_loss"
+    exact = True
+
+    chunk: int = 256
+    """Labelled tokens whose logits exist at once."""
+
+    def rewrite(self, layout: Layout) -> Layout:
+        return replace(layout, loss_chunk=self.chunk).with_word("fused_loss")
+
+    def apply(self, run: "Run") -> None:
+        run.loss = self.loss
+
+    def loss(self, model: "nn.Module", hidden_bsh: "Tensor", batch: "MicroBatch") -> "Tensor":
+        import torch
+
+        from ..nn.chunked_loss import ChunkedCrossEntropy
+
+        hidden_lh = hidden_bsh.flatten(0, 1).index_select(0, batch.row_l)
+        kind = hidden_lh.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden_lh = hidden_lh.to(torch.get_autocast_dtype(kind))
+        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        weight = model.get_output_embeddings().weight
+        with torch.autocast(kind, enabled=False):
+            total: Tensor = ChunkedCrossEntropy.apply(hidden_lh, weight, batch.label_l, self.chunk, softcap)
+        return total
+
+    def describe(self) -> str:
+        return f"loss over labelled tokens only, {self.chunk} at a time; full logits never exist"
+
+    def verify(self, run: "Run", ledger: "Ledger") -> None:
+        vocab = run.model.get_output_embeddings().weight.shape[0]
+        rows = max((e.shape[0] for e in ledger.entries if e.shape[-1:] == (vocab,) and len(e.shape) == 2), default=0)
+        if rows > self.chunk:
+            raise NotAsPlanned(f"fused_loss: logits of {rows} rows existed at once, not {self.chunk}")

@@ -1,0 +1,55 @@
+"""finefit's own norm and gated product: autograd functions that keep what backward needs and no fp32 copies.
+
+The plain modules keep two fp32 copies of a norm's input and the activated gate beside the gate. Same rounding points as
+transformers' modules; exact up to the order of a reduction.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..layout import Layout
+from .base import NotAsPlanned, Technique
+
+if TYPE_CHECKING:
+    from ..ledger import Ledger
+    from ..run import Run
+
+# Classes of transformers' norms: what is added to the stored weight.
+NORMS = {
+    "LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0, "Phi3RMSNorm": 0.0,
+    "Gemma2RMSNorm": 1.0, "Gemma3RMSNorm": 1.0,
+}  # fmt: skip
+GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOps(Technique):
+    name = "fused_ops"
+    exact = True
+
+    def rewrite(self, layout: Layout) -> Layout:
+        return layout.with_word("fused_ops")
+
+    def apply(self, run: "Run") -> None:
+        from ..nn.gated import ACTIVATIONS, GatedMLP
+        from ..nn.norm import RMSNorm
+
+        for parent in list(run.model.modules()):
+            for name, child in list(parent.named_children()):
+                kind = type(child).__name__
+                if kind in NORMS:
+                    eps = getattr(child, "variance_epsilon", None) or child.eps
+                    setattr(parent, name, RMSNorm(child, eps, NORMS[kind]))
+                elif kind in GATED:
+                    config = run.model.config.get_text_config()
+                    act = getattr(config, "hidden_activation", None) or config.hidden_act
+                    if act in ACTIVATIONS:
+                        setattr(parent, name, GatedMLP(child, act))
+
+    def describe(self) -> str:
+        return "norms and gated MLPs keep only their inputs for backward"
+
+    def verify(self, run: "Run", ledger: "Ledger") -> None:
+        left = [n for n, m in run.model.named_modules() if type(m).__name__ in NORMS]
+        if left:
+            raise NotAsPlanned(f"fused_ops: {len(left)} norms are still transformers' own: {left[:3]}")

@@ -1,0 +1,266 @@
+"""ModelSpec from configs and folders, JobSpec, resolve_model, and the JSON of all three specs."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finefit.errors import ModelError
+from finefit.spec import HardwareSpec, JobSpec, ModelSpec, Parameter, resolve_model
+
+TINY = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 32, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def folder_with(
+    path: Path, config: dict, tensors: dict[str, tuple[int, ...]] | None = None, dtype: str = "BF16"
+) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        header = {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]} for name, shape in tensors.items()}
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+        (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return path
+
+
+def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {p.name: p.shape for p in spec.parameters()}
+
+
+def test_import_brings_no_torch_and_reads_no_data_file():
+    code = (
+        "import sys, finefit.spec, finefit.catalog as c; "
+        "print([m for m in ('torch', 'pydantic', 'psutil', 'pynvml', 'huggingface_hub') if m in sys.modules], "
+        "c._read.cache_info().misses)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] 0\n"
+
+
+def test_block_and_outer_parameters_of_a_tiny_llama_by_hand():
+    spec = ModelSpec.from_config(TINY, "tiny")
+    assert (
+        Parameter("self_attn.q_proj.weight", (8, 8), "linear"),
+        Parameter("self_attn.k_proj.weight", (4, 8), "linear"),
+        Parameter("self_attn.v_proj.weight", (4, 8), "linear"),
+        Parameter("self_attn.o_proj.weight", (8, 8), "linear"),
+        Parameter("mlp.gate_proj.weight", (16, 8), "linear"),
+        Parameter("mlp.up_proj.weight", (16, 8), "linear"),
+        Parameter("mlp.down_proj.weight", (8, 16), "linear"),
+        Parameter("input_layernorm.weight", (8,), "norm"),
+        Parameter("post_attention_layernorm.weight", (8,), "norm"),
+    ) == spec.block_parameters()
+    assert [p.name for p in spec.outer_parameters()] == ["model.embed_tokens.weight", "model.norm.weight"]
+    assert spec.num_parameters == 2 * (64 + 32 + 32 + 64 + 3 * 128 + 16) + 32 * 8 + 8
+    assert spec.num_parameters == sum(p.numel for p in spec.parameters())
+    assert spec.symbols() == {"h": 8, "q": 8, "k": 4, "f": 16, "n": 2, "m": 1, "d": 4, "V": 32}
+    assert [p.short_name for p in spec.linears()] == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+
+
+def test_an_untied_head_is_listed_and_counted():
+    tied, untied = (ModelSpec.from_config({**TINY, "tie_word_embeddings": tie}, "tiny") for tie in (True, False))
+    assert Parameter("lm_head.weight", (32, 8), "head") == untied.outer_parameters()[-1]
+    assert untied.num_parameters - tied.num_parameters == 32 * 8
+
+
+def test_json_both_ways():
+    spec = ModelSpec.from_config({**TINY, "model_type": "other"}, "tiny")
+    assert spec == ModelSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    gpu = HardwareSpec.from_name("2x RTX 4090")
+    assert gpu == HardwareSpec.from_json(json.loads(json.dumps(gpu.to_json())))
+    job = JobSpec(targets=("q_proj",), lengths=(3, 5), pins=(("checkpointing", "10"),))
+    assert job == JobSpec.from_json(json.loads(json.dumps(job.to_json())))
+    assert (job.pin("checkpointing"), job.pin("packing")) == ("10", None)
+
+
+def test_defaults_of_families_fill_what_hub_configs_leave_out():
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    spec = ModelSpec.from_config(
+        {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": {**text, "sliding_window": 1024}}, "gemma"
+    )
+    assert (
+        spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.vocab_size,
+    ) == (8, 4, 256, 262_208)  # fmt: skip
+    assert (
+        spec.family, spec.tie_word_embeddings, spec.dtype, spec.sliding_window,
+    ) == ("gemma3_text", True, "bfloat16", 1024)  # fmt: skip
+    assert spec.notes == ("multimodal model: only its text part is planned",)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "window"),
+    [
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 4096}, None),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+        ("phi3", {"sliding_window": 2047}, 2047),
+        ("llama", {}, None),
+    ],
+)
+def test_sliding_window_as_transformers_reads_it(family, keys, window):
+    assert window == ModelSpec.from_config({**TINY, "model_type": family, **keys}, "m").sliding_window
+
+
+def test_an_unknown_family_with_the_same_keys_is_read_as_llama_and_says_so():
+    spec = ModelSpec.from_config({**TINY, "model_type": "newcomer", "qkv_bias": True}, "m")
+    assert spec.notes == ("family 'newcomer' is not verified: read as llama-shaped",)
+    assert (spec.family, spec.attention_bias) == ("newcomer", True)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "gpt2", "n_embd": 768, "vocab_size": 50257}, "lacks hidden_size, intermediate_size"),
+        ({"hidden_size": 8}, "no model_type"),
+        ({**TINY, "hidden_size": "8"}, "hidden_size must be a positive whole number, not '8'"),
+        ({**TINY, "num_attention_heads": 0}, "num_attention_heads must be a positive whole number, not 0"),
+        ({**TINY, "model_type": "qwen3_moe", "num_experts": 128}, "a mixture of experts"),
+        ({**TINY, "model_type": "deepseek_v3", "n_routed_experts": 256}, "a mixture of experts"),
+    ],
+)
+def test_configs_that_cannot_be_read_name_the_key(config, says):
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config(config, "m")
+    assert says in caught.value.message
+    assert caught.value.hint
+
+
+def test_headers_equal_to_the_config_leave_no_note(tmp_path):
+    spec = ModelSpec.from_config(TINY, "m")
+    stored = {**shapes(spec), "lm_head.weight": (32, 8), "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)}
+    read = ModelSpec.from_folder(folder_with(tmp_path / "m", TINY, stored))
+    assert spec == read
+
+
+def test_headers_win_over_the_config_and_the_difference_is_a_note(tmp_path):
+    spec = ModelSpec.from_config(TINY, "m")
+    norms = {f"model.layers.{i}.self_attn.q_norm.weight": (4,) for i in range(2)}
+    stored = {**shapes(spec), **norms, "model.embed_tokens.weight": (40, 8)}
+    read = ModelSpec.from_folder(folder_with(tmp_path / "m", TINY, stored, "F16"))
+    assert spec.num_parameters + 8 * 8 + 2 * 4 == read.num_parameters
+    assert (read.dtype, len(read.notes)) == ("float16", 1)
+    assert (
+        "3 tensors differ from config.json, such as model.embed_tokens.weight: 40x8 in the files, 32x8" in read.notes[0]
+    )
+    assert "self_attn.q_norm.weight" in [p.name for p in read.block_parameters()]
+    assert read == ModelSpec.from_json(json.loads(json.dumps(read.to_json())))
+
+
+def test_vision_tensors_and_prefixes_of_multimodal_checkpoints(tmp_path):
+    spec = ModelSpec.from_config(TINY, "m")
+    stored = {f"language_model.{name}": shape for name, shape in shapes(spec).items()}
+    stored |= {"vision_tower.patch.weight": (3, 3), "multi_modal_projector.weight": (3, 3)}
+    read = ModelSpec.from_folder(folder_with(tmp_path / "m", TINY, stored))
+    assert read.notes == ("2 tensors outside the text model are left out",)
+    assert spec.num_parameters == read.num_parameters
+
+
+def test_missing_weights_are_only_a_note(tmp_path):
+    spec = ModelSpec.from_folder(folder_with(tmp_path / "m", TINY))
+    assert spec.notes == ("the folder has no safetensors files: shapes come from config.json alone",)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    folder = folder_with(tmp_path / "sharded", TINY, {"a": (1,)})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ModelSpec.from_folder(folder).notes == ("2 of 2 weight files are missing, such as model-1.safetensors",)
+    few = dict(list(shapes(spec).items())[:5])
+    assert "the files lack 15 of 20 tensors" in ModelSpec.from_folder(folder_with(tmp_path / "few", TINY, few)).notes[0]
+
+
+def test_a_quantised_checkpoint_keeps_the_shapes_of_the_config(tmp_path):
+    config = {**TINY, "quantization_config": {"quant_method": "bitsandbytes"}}
+    spec = ModelSpec.from_folder(folder_with(tmp_path / "m", config, {"model.layers.0.x.weight.absmax": (9,)}))
+    assert spec.notes == ("the checkpoint is quantised already (bitsandbytes): shapes come from config.json alone",)
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "where"),
+    [
+        (None, "not there", "config.json"),
+        ("", "the file is empty", "config.json"),
+        ('{"a": 1,\n "b": }', "invalid JSON at line 2", "config.json:2:7"),
+        ("[1]", "not a JSON object", "config.json"),
+    ],
+)
+def test_a_broken_config_is_told_with_its_place(tmp_path, text, says, where):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(tmp_path))
+    assert says in caught.value.message
+    assert caught.value.where.endswith(where)
+
+
+def test_a_cut_safetensors_file_is_told(tmp_path):
+    folder = folder_with(tmp_path / "m", TINY, shapes(ModelSpec.from_config(TINY, "m")))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ModelError, match="header cannot be read"):
+        ModelSpec.from_folder(folder)
+
+
+def test_resolve_by_folder_file_name_alias_and_hub_id(tmp_path):
+    folder = folder_with(tmp_path / "mine", TINY)
+    assert (resolve_model(str(folder)).name, resolve_model(str(folder / "config.json")).name) == ("mine", "mine")
+    for text in ("SmolLM2-135M", "smollm2 135m", "HuggingFaceTB/SmolLM2-135M"):
+        assert (
+            resolve_model(text).name, resolve_model(text).num_parameters,
+        ) == ("HuggingFaceTB/SmolLM2-135M", 134_515_008)  # fmt: skip
+    assert resolve_model("SmolLM2-135M-Instruct").name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (
+        resolve_model("Mistral-7B-Instruct-v0.2").sliding_window, resolve_model("mistral 7b").sliding_window,
+    ) == (None, 4096)  # fmt: skip
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
+def test_resolve_finds_a_snapshot_in_the_cache(tmp_path, monkeypatch, variable):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    hub = tmp_path / "hub" if variable == "HF_HOME" else tmp_path
+    repository = hub / "models--me--my-model"
+    folder_with(repository / "snapshots" / "old", {**TINY, "hidden_size": 16})
+    folder_with(repository / "snapshots" / "new", TINY)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("new")
+    os.utime(repository / "snapshots" / "new", (1, 1))
+    spec = resolve_model("me/my-model")
+    assert (spec.name, spec.hidden_size) == ("me/my-model", 8)
+
+
+def test_unknown_models_get_a_suggestion(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for text, hint in (
+        ("Lama-3.1-8B", "did you mean 'Llama-3.1-8B'?"),
+        ("meta-llama/Lama-3.1-8B", "did you mean 'meta-llama/Llama-3.1-8B'?"),
+        ("unsloth/Qwen3-8B", "did you mean 'Qwen/Qwen3-8B'?"),
+        ("./nowhere", "give a folder that has config.json"),
+        ("", "give a folder that has config.json"),
+        (str(tmp_path / "x.json"), "give a folder that has config.json"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            resolve_model(text)
+        assert hint == caught.value.hint
+
+
+def test_hub_without_network_is_an_error_with_a_hint(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("finefit.catalog.resolve._is_reachable", lambda endpoint: False)
+    with pytest.raises(ModelError, match="there is no network"):
+        resolve_model("unsloth/Qwen3-8B")
