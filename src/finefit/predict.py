@@ -67,8 +67,9 @@ def _itinerary(layout: Layout) -> Iterator[tuple[str, str, int]]:
     depth, k = layout.model.num_hidden_layers, layout.checkpointed
     outer = "checkpointed" if k == depth else "plain"
     middle = [("checkpointed", max(0, min(k, depth - 1) - 1)), ("plain", depth - 1 - max(k, 1) if k < depth else 0)]
-    yield "forward before", outer, 1
-    yield "forward 0", "checkpointed" if k else "plain", 1
+    first = "checkpointed" if k else "plain"
+    yield "forward before", first, 1
+    yield "forward 0", first, 1
     for kind, times in middle:
         yield "forward 1", kind, times
     if depth > 1:
@@ -79,7 +80,7 @@ def _itinerary(layout: Layout) -> Iterator[tuple[str, str, int]]:
         yield "backward 2", outer, 1
     for kind, times in reversed(middle):
         yield "backward 1", kind, times
-    yield "backward 0", "checkpointed" if k else "plain", 1
+    yield "backward 0", first, 1
     yield "optimizer", outer, 1
 
 
@@ -116,8 +117,7 @@ class _Walk:
             self.passed.append((name.split(" ")[-1], kind, times))
         if section is not None:
             # What a block adds is the same each time, so its highest pass is the first or the last.
-            for _ in range(min(times, 1)):
-                self._look(name, section)
+            self._look(name, section)
             self._add(section["end"], times - 1)
             self._look(name, section)
             self._add(section["end"], 1)

@@ -168,10 +168,15 @@ def _total(parts: Mapping[str, Poly]) -> Poly:
 def graph(family: str, key: str) -> list[dict[str, Any]]:
     """The sections a key of ``coefficients`` stands for, as JSON, checked against a second trace at other sizes."""
     techniques, flags = _of_key(key)
-    config = config_for(family, MARKERS, flags)
-    found = variants(sections(traced(config, techniques(MARKERS), MARKERS), MARKERS))
-    check(found, traced(config_for(family, OTHERS, flags), techniques(OTHERS), OTHERS))
+    first, second = (_fitting(family, sizes) for sizes in (MARKERS, OTHERS))
+    found = variants(sections(traced(config_for(family, first, flags), techniques(first), first), first))
+    check(found, traced(config_for(family, second, flags), techniques(second), second), second)
     return found
+
+
+def _fitting(family: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Phi-3's head size is hidden size / heads, always: there the query width is the hidden size."""
+    return {**sizes, "h": sizes["n"] * sizes["d"]} if family == "phi3" else dict(sizes)
 
 
 def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
@@ -190,9 +195,9 @@ def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
     return out
 
 
-def check(found: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
+def check(found: Sequence[Mapping[str, Any]], ledger: Ledger, at: Mapping[str, int]) -> None:
     """Every section's end and highest point at other sizes equal the polynomials, to the byte."""
-    sizes = {**derived(OTHERS), "P": sum(entry.owner == "gradient" for entry in ledger.entries)}
+    sizes = {**derived(at), "P": sum(entry.owner == "gradient" for entry in ledger.entries)}
     numbers: list[tuple[str, int, int]] = []
     for name, deltas in _by_section(ledger):
         now = top = 0
@@ -243,10 +248,12 @@ class _Reader:
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         s = derived(sizes)
-        words = ("T", "S", "Q", "L", "C", "h", "q", "k", "f", "n", "m", "g", "d", "V", "r", "P")
+        words = [w for w in s if w != "q" or s["q"] != s["h"]]
+        width = "h" if s["q"] == s["h"] else "q"
+        pairs: list[tuple[int, Poly]]
         pairs = [(s[word], {word: 1}) for word in words]
         pairs += [(s["g"] * s["Q"], {"Q*g": 1}), (s["d"] // 2, {"d": 0.5}), (2 * s["f"], {"f": 2})]
-        pairs += [(s["q"] + 2 * s["k"], {"q": 1, "k": 2}), (1, {"": 1}), (2, {"": 2}), (4, {"": 4})]
+        pairs += [(s["q"] + 2 * s["k"], {width: 1, "k": 2}), (1, {"": 1}), (2, {"": 2}), (4, {"": 4})]
         self.table: dict[int, Poly] = dict(pairs)
         assert len(self.table) == len(pairs), "two symbols of the trace share a size"
         self.sizes = s

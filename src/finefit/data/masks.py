@@ -38,6 +38,7 @@ class Tokenizer(Protocol):
     eos_token: str | None
     is_fast: bool
     added_tokens_encoder: Mapping[str, int]
+    backend_tokenizer: Any
 
     def __call__(self, text: Any, **options: Any) -> Any: ...
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
@@ -187,8 +188,23 @@ class Masker:
                     raise _Uncertain
                 spans.append(Found(start, len(whole.rstrip()), closed=True))
                 continue
-            spans.append(Found(start, _answer_end(text, start, message["content"].strip()), closed=False))
+            end = _answer_end(text, start, message["content"].strip())
+            if end is None:
+                end = self._end_from_behind(example, text, start, index)
+            spans.append(Found(start, end, closed=False))
         return spans
+
+    def _end_from_behind(self, example: Example, text: str, start: int, index: int) -> int:
+        # The template writes something of its own first. From the turn's end backwards, for gpt-oss names a channel
+        # "final", and an answer may be just that word.
+        content = example.messages[index]["content"].strip()
+        whole = self._chat(example, example.messages[: index + 1])
+        pairs = enumerate(zip(text, whole, strict=False))
+        common = next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(text), len(whole)))
+        found = text.rfind(content, start, common)
+        if found < 0:
+            raise _Uncertain  # the template rewrote the answer
+        return found + len(content)
 
     def _by_sentinel(self, example: Example, text: str) -> list[Found]:
         turns = [dict(message) for message in example.messages]
@@ -254,16 +270,16 @@ def _visible(content: str) -> str:
     return content.rpartition("</think>")[2].strip()
 
 
-def _answer_end(text: str, start: int, content: str) -> int:
-    """Where ``content`` ends, which the template wrote at ``start``, perhaps with its thought laid out differently."""
-    found = text.find(content, start)
-    if found >= 0:
-        return found + len(content)
+def _answer_end(text: str, start: int, content: str) -> int | None:
+    """Where ``content`` ends, if it begins at ``start``: as it is, or with its thought laid out differently or gone."""
+    while text[start : start + 1].isspace():
+        start += 1
+    if text.startswith(content, start):
+        return start + len(content)
     thought = re.escape(content.rpartition("</think>")[0].replace("<think>", "").strip())
-    layout = rf"\s*(?:(?:<think>)?\s*(?:{thought}\s*)?</think>\s*)?{re.escape(_visible(content))}"
-    if match := re.compile(layout).match(text, start):
-        return match.end()
-    raise _Uncertain
+    layout = rf"(?:(?:<think>)?\s*(?:{thought}\s*)?</think>\s*)?{re.escape(_visible(content))}"
+    match = re.compile(layout).match(text, start)
+    return match.end() if match else None
 
 
 def _encoded(ids: Sequence[int], offsets: Sequence[Span], rendered: Rendered) -> Encoded:

@@ -159,7 +159,7 @@ def _json_rows(path: Path) -> Rows:
 
 def _parse(line: str, path: Path, number: int) -> object:
     try:
-        return json.loads(line)
+        return json.loads(line.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         spread = line.strip() in ("{", "[") or error.pos >= len(line.rstrip())
         hint = "write one JSON object a line, or one JSON array" if spread else "check quotes, commas and escapes there"

@@ -29,21 +29,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight = weight_vh.to(hidden_lh.dtype)
         for start in range(0, hidden_lh.shape[0], chunk):
             rows = slice(start, min(start + chunk, hidden_lh.shape[0]))
-            logits_cv, slope = capped(F.linear(hidden_lh[rows], weight).float(), softcap)
-            norm_c = torch.logsumexp(logits_cv, -1)
-            index_c1 = label_l[rows, None]
-            total += norm_c.sum() - logits_cv.gather(1, index_c1).sum()
-            if not (needs_hidden or needs_weight):
-                continue
-            dlogits = logits_cv.sub_(norm_c[:, None]).exp_()
-            dlogits.scatter_add_(1, index_c1, torch.full_like(index_c1, -1, dtype=dlogits.dtype))
-            if slope is not None:
-                dlogits.mul_(slope)
-            dlogits = dlogits.to(hidden_lh.dtype)
-            if dhidden is not None:
-                torch.mm(dlogits, weight, out=dhidden[rows])
-            if dweight is not None:
-                dweight += dlogits.t().mm(hidden_lh[rows])
+            dchunk = None if dhidden is None else dhidden[rows]
+            total += _one_chunk(hidden_lh[rows], weight, label_l[rows, None], softcap, (dchunk, dweight))
         ctx.save_for_backward(*(grad for grad in (dhidden, dweight) if grad is not None))
         return total
 
@@ -53,6 +40,29 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dhidden = saved.pop(0).mul_(grads[0]) if ctx.needs_input_grad[0] else None
         dweight = saved.pop(0).mul_(grads[0]) if ctx.needs_input_grad[1] else None
         return dhidden, dweight, None, None, None
+
+
+# One chunk is one call, so that none of its logits is alive while the next chunk's are computed.
+def _one_chunk(
+    hidden_ch: Tensor, weight_vh: Tensor, label_c1: Tensor, softcap: float | None, grads: tuple[Tensor | None, ...]
+) -> Tensor:
+    """The chunk's summed loss; its gradients are written into, or added to, ``grads``."""
+    dhidden_ch, dweight_vh = grads
+    logits_cv, slope = capped(F.linear(hidden_ch, weight_vh).float(), softcap)
+    norm_c = torch.logsumexp(logits_cv, -1)
+    loss = norm_c.sum() - logits_cv.gather(1, label_c1).sum()
+    if dhidden_ch is None and dweight_vh is None:
+        return loss
+    dlogits = logits_cv.sub_(norm_c[:, None]).exp_()
+    dlogits.scatter_add_(1, label_c1, torch.full_like(label_c1, -1, dtype=dlogits.dtype))
+    if slope is not None:
+        dlogits.mul_(slope)
+    dlogits = dlogits.to(hidden_ch.dtype)
+    if dhidden_ch is not None:
+        torch.mm(dlogits, weight_vh, out=dhidden_ch)
+    if dweight_vh is not None:
+        dweight_vh.add_(dlogits.t().mm(hidden_ch))
+    return loss
 
 
 def capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -32,7 +32,8 @@ class Accumulation(Technique):
         return replace(layout, micro_steps=self.most_steps)
 
     def apply(self, run: "Run") -> None:
-        run.split = functools.partial(split, max_sequences=self.micro_batch_size, max_tokens=self.micro_batch_tokens)
+        most = self.micro_batch_tokens or 2**62
+        run.split = functools.partial(split, max_sequences=self.micro_batch_size, max_tokens=most)
 
     def describe(self) -> str:
         most = f"{self.micro_batch_size} example" + "s" * (self.micro_batch_size != 1)

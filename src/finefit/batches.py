@@ -1,0 +1,125 @@
+"""What the data is to a plan: for a way of splitting the global batch, its largest micro-batches and its mean work.
+
+``FromOrder`` knows every batch of the run before it starts (lengths are in the token index); ``Uniform`` stands for data
+nobody has shown: every example as long as allowed. Torch-free.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .data.micro import split
+from .layout import Micro
+
+NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """``largest``: micro-batches none of which is smaller than another in every way. Means are of one optimizer step."""
+
+    largest: tuple[Micro, ...]
+    most_steps: int
+    mean_steps: float
+    mean_tokens: float
+    """Computed, padding too."""
+    mean_real_tokens: float
+    mean_labelled: float
+    mean_square: float
+    """Sum over sequences of length², what attention costs."""
+
+
+class Batches(Protocol):
+    """The batches of a run."""
+
+    def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
+        """``max_tokens`` 0 is no limit; ``padded`` micro-batches are rectangles."""
+
+    @property
+    def longest(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest global batch."""
+
+
+class FromOrder:
+    """Batches of known examples: their rows in order of steps, their lengths and labelled tokens."""
+
+    def __init__(
+        self, steps: Sequence[Sequence[int]], lengths: Sequence[int], labelled: Sequence[int]
+    ) -> None:
+        self.steps, self.lengths, self.labelled = steps, lengths, labelled
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths[row] for step in self.steps for row in step)
+
+    @property
+    def most_tokens(self) -> int:
+        return max(sum(self.lengths[row] for row in step) for step in self.steps)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as one planning)
+    def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
+        micros: set[Micro] = set()
+        most = count = tokens = labelled = square = 0
+        for step in self.steps:
+            groups = self.groups(step, max_sequences, max_tokens)
+            most, count = max(most, len(groups)), count + len(groups)
+            for group in groups:
+                micro = self.micro(group, padded)
+                micros.add(micro)
+                tokens += micro.tokens
+                labelled += micro.labelled
+                square += sum(micro.longest**2 if padded else self.lengths[row] ** 2 for row in group)
+        real = sum(self.lengths[row] for step in self.steps for row in step)
+        n = len(self.steps)
+        return Work(undominated(micros), most, count / n, tokens / n, real / n, labelled / n, square / n)
+
+    def groups(self, step: Sequence[int], max_sequences: int, max_tokens: int) -> list[list[int]]:
+        """Rows of each micro-batch of a step."""
+        lengths = [self.lengths[row] for row in step]
+        return [[step[i] for i in group] for group in split(lengths, max_sequences, max_tokens or NO_LIMIT)]
+
+    def micro(self, group: Sequence[int], padded: bool) -> Micro:
+        longest = max(self.lengths[row] for row in group)
+        tokens = longest * len(group) if padded else sum(self.lengths[row] for row in group)
+        return Micro(tokens, longest, max(1, sum(self.labelled[row] for row in group)))
+
+    def worst(self, max_sequences: int, max_tokens: int, padded: bool) -> list[int]:
+        """Rows of the micro-batch with the most tokens of the whole run; among equals the most labelled."""
+        groups = (g for step in self.steps for g in self.groups(step, max_sequences, max_tokens))
+        return max(groups, key=lambda g: (self.micro(g, padded).tokens, self.micro(g, padded).labelled))
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """``examples`` a step, each ``length`` tokens, a share of them labelled."""
+
+    examples: int
+    length: int
+    labelled_share: float = 1.0
+
+    @property
+    def longest(self) -> int:
+        return self.length
+
+    @property
+    def most_tokens(self) -> int:
+        return self.length * self.examples
+
+    def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
+        rows = [list(range(self.examples))]
+        labelled = max(1, round(self.length * self.labelled_share))
+        same = FromOrder(rows, [self.length] * self.examples, [labelled] * self.examples)
+        return same.work(max_sequences, max_tokens, padded)
+
+
+def undominated(micros: Iterable[Micro]) -> tuple[Micro, ...]:
+    """Micro-batches that are largest in something: any other needs no more memory than one of these."""
+    kept: list[Micro] = []
+    for m in sorted(micros, key=lambda m: (-m.tokens, -m.labelled, -m.longest)):
+        if not any(k.tokens >= m.tokens and k.labelled >= m.labelled and k.longest >= m.longest for k in kept):
+            kept.append(m)
+    return tuple(kept)
