@@ -1,7 +1,9 @@
 """Writing so that a reader never sees half a file: temporary name, fsync, rename."""
 
+import errno
 import os
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import CheckpointError
@@ -9,21 +11,30 @@ from .errors import CheckpointError
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content``; CheckpointError (disk full, no permission) leaves the old file as it was."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; flushed to the disk and renamed to ``path`` when the block ends well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            yield temporary
+            _flush(temporary)
             os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        finally:
+            temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"could not write: {error.strerror or error}", where=str(path), hint=_hint(error)) from error
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -36,8 +47,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _hint(error: OSError) -> str:
-    import errno
-
     if error.errno == errno.ENOSPC:
         return "the disk is full: free some space, then `finefit resume` continues from the last checkpoint"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):

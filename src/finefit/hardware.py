@@ -91,7 +91,7 @@ class HardwareSpec:
         """The NVIDIA devices of this machine (of the first one's kind), else its CPU."""
         devices = _nvml_devices()
         if not devices:
-            return cls._of_cpu()
+            return cls.of_cpu()
         first = devices[0]
         gpu = find_gpu(first.name) or _stand_in()
         rates = {**_catalogued_rates(gpu), "supports_bf16": first.supports_bf16, **_calibrated(first.name)}
@@ -114,7 +114,7 @@ class HardwareSpec:
         return cls(name, "cuda", memory_bytes, count, context_bytes=CONTEXT_BYTES, **rates)
 
     @classmethod
-    def _of_cpu(cls) -> Self:
+    def of_cpu(cls) -> Self:
         flags, cores = _cpu_flags(), _cores()
         bandwidth = min(cores * _CORE_BANDWIDTH_BYTES_PER_S, _SOCKET_BANDWIDTH_BYTES_PER_S)
         guessed: dict[str, Any] = {

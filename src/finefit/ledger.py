@@ -48,10 +48,16 @@ class Ledger(TorchDispatchMode):
         self.section_start: list[int] = [0]
         self.events: list[tuple[int, int]] = []  # (entry, +1 born or -1 died)
         self._live: dict[int, int] = {}  # storage key → entry
+        self._coming = ""
 
     def mark(self, name: str) -> None:
         self.sections.append(name)
         self.section_start.append(len(self.events))
+        self._coming = ""
+
+    def mark_at_next_birth(self, name: str) -> None:
+        """Open the section with the next allocation: what is let go until then belongs to the present one."""
+        self._coming = name
 
     def own(self, tensors: Iterable[Tensor | None], owner: str) -> None:
         """Name what these tensors' storages are: a component other than activation or temporary."""
@@ -76,6 +82,8 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return self._live[key]
+        if self._coming:
+            self.mark(self._coming)
         index, n_bytes = len(self.entries), storage.nbytes()
         shape = tuple(tensor.shape)
         self.entries.append(
@@ -138,7 +146,10 @@ class NoLedger:
 
 @contextmanager
 def block_marks(ledger: Ledger, blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Sections by decoder block: ``forward i`` … and, as gradients reach a block's output, ``backward i``."""
+    """Sections by decoder block: ``forward i`` … and, as gradients reach a block's output, ``backward i``.
+
+    A forward section lasts beyond its block: a block's input is let go when its caller has the output.
+    """
     handles = []
 
     def entered(name: str) -> Any:
@@ -149,7 +160,7 @@ def block_marks(ledger: Ledger, blocks: Iterable[torch.nn.Module]) -> Iterator[N
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
                 hidden.register_hook(lambda _grad: ledger.mark(f"backward {i}"))
-            ledger.mark("forward after")
+            ledger.mark_at_next_birth("forward after")
 
         return hook
 

@@ -113,7 +113,7 @@ class _Walk:
         if not times:
             return
         section = self.tables[kind].get(name)
-        if name.split(" ")[-1].isdigit():
+        if name.split(" ")[-1].isdigit() or name == "forward before":
             self.passed.append((name.split(" ")[-1], kind, times))
         if section is not None:
             # What a block adds is the same each time, so its highest pass is the first or the last.
@@ -136,7 +136,7 @@ class _Walk:
             self.live[component] = self.live.get(component, 0) + n_bytes * times
 
     def _free_late(self, outer: str) -> None:
-        """What blocks made and an outer section frees, once for each block of each kind."""
+        """What blocks, or what is before them, made and an outer section frees: once for each block of each kind."""
         if outer.split(" ")[-1].isdigit() or outer.startswith("forward before"):
             return
         for block, kind, times in self.passed:

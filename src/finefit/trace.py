@@ -109,8 +109,9 @@ def traced(config: Any, techniques: Sequence[Technique], sizes: Mapping[str, int
 def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
     """The ledger's sections with every allocation read back as symbols.
 
-    What a block's forward made and a section outside the blocks frees grows with depth: it stands apart, as the
-    section ``late <block> <outer section>``, to be applied once for each block of that kind.
+    What a block's forward made and a section outside the blocks frees grows with depth, and what came before the blocks
+    is freed as the first block's kind has it: it stands apart, as the section ``late <block or before> <outer section>``,
+    to be applied once for each block of that kind.
     """
     gradients = sum(entry.owner == "gradient" for entry in ledger.entries)
     reader = _Reader({**sizes, "P": gradients})
@@ -123,9 +124,9 @@ def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
             component = ledger.component(entry)
             if component not in TRACED:
                 continue
-            poly, born = reader.bytes_of(entry, name), ledger.sections[entry.section].split(" ")[-1]
-            if sign < 0 and born.isdigit() and not name[-1].isdigit():
-                apart = late.setdefault(f"late {born} {name}", {})
+            poly, born = reader.bytes_of(entry, name), ledger.sections[entry.section]
+            if sign < 0 and _is_late(born, name):
+                apart = late.setdefault(f"late {born.split(' ')[-1]} {name}", {})
                 apart[component] = plus(apart.get(component, {}), poly, sign)
                 continue
             now = {**now, component: plus(now.get(component, {}), poly, sign)}
@@ -134,6 +135,11 @@ def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
         found.append(Section(name, _without_empty(now), _undominated(landmarks)))
         found += [Section(apart, _without_empty(parts), []) for apart, parts in late.items()]
     return found
+
+
+def _is_late(born: str, died: str) -> bool:
+    """Whether what was born in a section may depend on another kind of block than the section it dies in."""
+    return (born[-1].isdigit() or born == "forward before") and not died[-1].isdigit() and born != died
 
 
 def _without_empty(parts: Mapping[str, Poly]) -> dict[str, Poly]:
@@ -202,8 +208,7 @@ def check(found: Sequence[Mapping[str, Any]], ledger: Ledger, at: Mapping[str, i
     for name, deltas in _by_section(ledger):
         now = top = 0
         for entry, sign in deltas:
-            born = ledger.sections[entry.section].split(" ")[-1]
-            late = sign < 0 and born.isdigit() and not name[-1].isdigit()
+            late = sign < 0 and _is_late(ledger.sections[entry.section], name)
             if ledger.component(entry) in TRACED and not late:
                 now += sign * entry.n_bytes
                 top = max(top, now)

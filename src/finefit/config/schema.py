@@ -94,7 +94,9 @@ class Train(_Section):
     global_batch_size: Positive = Field(default=16, description="examples per optimizer step, on all devices together")
     steps: Positive | None = Field(default=None, description="optimizer steps; wins over epochs when given")
     epochs: MoreThanZero = Field(default=1.0, description="passes over the data when steps is not given")
-    learning_rate: MoreThanZero = Field(default=2e-4, description="peak learning rate")
+    learning_rate: Auto | MoreThanZero = Field(
+        default="auto", description="peak learning rate; auto is 2e-4 for lora and 2e-5 for full"
+    )
     warmup_steps: NotNegative = Field(default=0.03, description="steps of warm-up; below 1 a share of all steps")
     weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay of AdamW")
     max_grad_norm: NotNegative = Field(

@@ -1,6 +1,6 @@
 """A plan on the terminal: what it chose, where the memory goes, whether it fits, why, and what else there was."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -117,3 +117,15 @@ def _name(value: Any) -> str:
 
 def _setting(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def diff_view(rows: Sequence[tuple[str, str, str]], names: Sequence[str], console: Console | None = None) -> None:
+    """Print what differs between two plans, side by side."""
+    out = console or Console()
+    if not rows:
+        out.print("the plans are the same")
+        return
+    table = Table("", *names, box=None, header_style="bold")
+    for what, one, other in rows:
+        table.add_row(what, one, other)
+    out.print(table)

@@ -1,0 +1,5 @@
+"""python -m finefit."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,104 @@
+"""Trained weights out and in: a LoRA adapter in peft's file layout, or the whole model in transformers'.
+
+Every file is opened again after it was written: the tensors must be there, of the right shape, and not empty.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .files import replacing, write_atomically
+from .nn.lora_linear import LoRALinear
+
+ADAPTER, MODEL = "adapter_model.safetensors", "model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def adapter_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """peft's names → tensors of every adapter."""
+    return {
+        f"{_PREFIX}{path}.lora_{half}.weight": getattr(layer, f"lora_{half}").detach()
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoRALinear)
+        for half in ("A", "B")
+    }
+
+
+def adapter_config(model: torch.nn.Module, base: str) -> dict[str, Any]:
+    """peft's ``adapter_config.json`` for the model's adapters."""
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, LoRALinear)}
+    first = next(iter(layers.values()))
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": first.rank, "lora_alpha": first.scale * first.rank, "lora_dropout": first.dropout, "bias": "none",
+        "target_modules": sorted({path.rpartition(".")[2] for path in layers}), "fan_in_fan_out": False,
+        "use_rslora": False, "use_dora": False, "modules_to_save": None,
+    }  # fmt: skip
+
+
+def save_trained(model: Any, folder: Path, base: str) -> None:
+    """The adapter (two files) or, without adapters, the model (weights and config) into ``folder``."""
+    tensors = adapter_tensors(model)
+    if tensors:
+        write_tensors(folder / ADAPTER, tensors)
+        text = json.dumps(adapter_config(model, base), indent=2)
+        write_atomically(folder / "adapter_config.json", text.encode())
+        return
+    write_tensors(folder / MODEL, model_tensors(model))
+    config = model.config.to_dict()
+    config.pop("_attn_implementation", None)
+    config["use_cache"] = True
+    write_atomically(folder / "config.json", json.dumps(config, indent=2, default=str).encode())
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Every distinct parameter under transformers' name; a tied head is not repeated."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def load_trained(model: torch.nn.Module, folder: Path) -> None:
+    """Put back what ``save_trained`` wrote, in place; CheckpointError if a tensor is missing or of another shape."""
+    adapters = adapter_tensors(model)
+    wanted = adapters or model_tensors(model)
+    read_tensors(folder / (ADAPTER if adapters else MODEL), wanted)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, atomically, opened again and checked."""
+    from safetensors.torch import save_file
+
+    held = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+    with replacing(path) as temporary:
+        save_file(held, temporary, {"format": "pt"})
+    _reopen(path, tensors)
+
+
+def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
+    """Copy a file's tensors into the given ones."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            names = set(file.keys())
+            for name, tensor in into.items():
+                stored = file.get_tensor(name) if name in names else None
+                if stored is None or stored.shape != tensor.shape:
+                    raise CheckpointError(f"{name} is missing or of another shape", where=str(path))
+                tensor.copy_(stored)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error
+
+
+def _reopen(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    wrong = [name for name, tensor in tensors.items() if stored.get(name) != tuple(tensor.shape) or not tensor.numel()]
+    if wrong or not tensors:
+        raise CheckpointError(f"what was written is not what was meant: {wrong[:3] or 'no tensors'}", where=str(path))

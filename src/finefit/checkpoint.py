@@ -1,0 +1,109 @@
+"""Durable state of a run: trained weights, optimizer, random generators; a folder that is whole or not there.
+
+A checkpoint is written under a temporary name, every file flushed, with a manifest of SHA-256 sums, and renamed into
+place. Reading takes the newest whose manifest holds; a damaged one is named and the one before it used. The order of
+the data is a function of the seed and the step, so the step number is all that is kept of it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapter import load_trained, read_tensors, save_trained, write_tensors
+from .errors import CheckpointError
+from .files import sync_folder, write_atomically
+from .run import Run
+
+MANIFEST = "manifest.json"
+
+
+def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path, int]:
+    """Write the state after ``step`` into ``folder``/step-NNNNNN; the path and its bytes. Older than ``keep`` go."""
+    final = folder / f"step-{step:06d}"
+    building = folder / f".{final.name}.tmp"
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+        save_trained(run.model, building, base)
+        write_tensors(building / "optimizer.safetensors", _optimizer_tensors(run))
+        write_tensors(building / "random.safetensors", _generators())
+        write_atomically(building / "state.json", json.dumps({"step": step, "torch": torch.__version__}).encode())
+        sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
+        write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(building, final)
+        sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} was not written: {error.strerror}", where=str(final),
+            hint="free some disk space; earlier checkpoints are untouched",
+        ) from error  # fmt: skip
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    for old in _folders(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final, sum(path.stat().st_size for path in final.iterdir())
+
+
+def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int:
+    """Put the newest whole checkpoint back into the run; its step, or 0 when there is none yet."""
+    for path in reversed(_folders(folder)):
+        wrong = damage(path)
+        if wrong:
+            warn(f"checkpoint {path.name} is damaged ({wrong})", "the one before it is used")
+            continue
+        load_trained(run.model, path)
+        read_tensors(path / "optimizer.safetensors", _optimizer_tensors(run))
+        generators = _generators()
+        read_tensors(path / "random.safetensors", generators)
+        torch.set_rng_state(generators["cpu"])
+        for name, state in generators.items():
+            if name.startswith("cuda"):
+                torch.cuda.set_rng_state(state, int(name.removeprefix("cuda")))
+        step: int = json.loads((path / "state.json").read_text())["step"]
+        return step
+    return 0
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint folder, or an empty string."""
+    try:
+        sums: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        wrong = [name for name, digest in sums.items() if _sha256(path / name) != digest]
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{', '.join(wrong)} is not what was written" if wrong else ""
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
+    """State tensors by the parameter's name."""
+    assert run.optimizer is not None
+    names = {p: name for name, p in run.model.named_parameters()}
+    return {
+        f"{names[p]}.{key}": tensor for p, state in run.optimizer.state.items() for key, tensor in state.items()
+    }
+
+
+def _generators() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

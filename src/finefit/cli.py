@@ -1,0 +1,214 @@
+"""The command line: each verb is a call of something else. Imports torch only where a verb trains or talks.
+
+Errors that are the user's print one message and a hint and exit with 2; Ctrl-C exits with 130.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import __version__
+from .errors import ConfigError, FinefitError, did_you_mean
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    help="Fine-tune the LLM you want on the GPU you have.",
+)  # fmt: skip
+
+Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yaml, then key=value settings")]
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    gpu: Annotated[str | None, typer.Option(help="plan for this device: 'RTX 4090', H100, 24GiB; default: this machine")] = None,
+    budget: Annotated[str | None, typer.Option(help="memory to use: 8GiB, 80%, -1GiB, 6GiB..8GiB")] = None,
+    method: Annotated[str | None, typer.Option(help="full, lora or auto")] = None,
+    max_length: Annotated[int | None, typer.Option(help="tokens of the longest example")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan here; train --plan obeys it")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="compare two plan files: plan --diff A.json B.json")] = False,
+) -> None:
+    """Predict memory and choose how to train, before anything runs."""
+    from . import session
+    from .spec import resolve_model
+    from .terminal import plan_view
+
+    if diff:
+        _show_diff(words or [])
+        return
+    chosen = {"memory.budget": budget, "method": method, "train.max_length": max_length}
+    config = _config(words or [], [f"{key}={value}" for key, value in chosen.items() if value is not None])
+    data = None
+    if config.data is not None:
+        from .assets import model_folder
+
+        data = session.read_data(config, session.tokenizer_of(model_folder(config.model).folder))
+    made = session.make_plan(config, resolve_model(config.model), session.hardware_of(config, gpu), data)
+    if output:
+        made.save(output)
+    if as_json:
+        print(json.dumps(made.to_json(), indent=1))
+    else:
+        plan_view(made.to_json())
+
+
+@app.command()
+def train(
+    words: Words = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="obey this plan file")] = None,
+    log_format: Annotated[str, typer.Option(help="auto, live, plain or json")] = "auto",
+) -> None:
+    """Fine-tune: finefit train MODEL DATA [key=value …], or finefit train run.yaml [key=value …]."""
+    from . import session
+
+    _steady_environment()
+    config = _config(words or [], [])
+    if config.data is None:
+        raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
+    _carry_out(session.new(config, plan_file), log_format, resumed=False)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="the run's folder")],
+    log_format: Annotated[str, typer.Option(help="auto, live, plain or json")] = "auto",
+) -> None:
+    """Go on with a run that was stopped or killed, exactly where its last checkpoint was."""
+    from . import session
+
+    _steady_environment()
+    _carry_out(session.again(run), log_format, resumed=True)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="the run's folder")],
+    md: Annotated[bool, typer.Option("--md", help="print the Markdown instead")] = False,
+) -> None:
+    """What a run did: loss, memory predicted beside measured, an example before and after."""
+    from .report import summarize_run, to_markdown, to_text
+
+    summary = summarize_run(run)
+    print(to_markdown(summary, str(run), ()) if md else to_text(summary, str(run)))
+
+
+@app.command()
+def chat(
+    run: Annotated[Path, typer.Argument(help="a run's folder, or a model")],
+    base: Annotated[bool, typer.Option("--base", help="talk to the model as it was before training")] = False,
+    max_tokens: Annotated[int, typer.Option(help="longest answer")] = 256,
+) -> None:
+    """Talk to the result in the terminal."""
+    _steady_environment()
+    from .chat import talk
+
+    talk(run, base, max_tokens)
+
+
+@app.command()
+def doctor(
+    probe: Annotated[bool, typer.Option("--probe", help="measure this machine's rates and remember them")] = False,
+) -> None:
+    """What this machine can do, what is missing and the command that mends it."""
+    from . import doctor as examination
+
+    examination.show(probe=probe)
+
+
+def _config(words: list[str], options: list[str]) -> Any:
+    """A run file or MODEL [DATA], then key=value overrides; options are overrides too."""
+    from .config import load
+
+    names = [word for word in words if "=" not in word or Path(word).exists()]
+    overrides = [word for word in words if word not in names]
+    if names and names[0].endswith((".yaml", ".yml")):
+        if len(names) > 1:
+            raise ConfigError(f"'{names[1]}' after a run file is not a setting", hint="say key=value")
+        return load(Path(names[0]), [*overrides, *options], {})
+    if len(names) > 2:
+        raise ConfigError(f"'{names[2]}' is not a setting", hint="say MODEL DATA, then key=value")
+    return load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False)))
+
+
+def _carry_out(job: Any, log_format: str, resumed: bool) -> None:
+    from .events import EventLog
+    from .terminal import reporter
+
+    kinds = ("auto", "live", "plain", "json")
+    if log_format not in kinds:
+        raise ConfigError(f"--log-format {log_format} is unknown", hint=did_you_mean(log_format, kinds))
+    with reporter(log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
+        from .trainer import carry_out
+
+        status = carry_out(job, log, resumed)
+    if status == "stopped":
+        print(f"stopped and saved; finefit resume {job.folder} goes on", file=sys.stderr)
+        raise SystemExit(130)
+    print(f"done: {job.folder}  (finefit report {job.folder}, finefit chat {job.folder})", file=sys.stderr)
+
+
+def _show_diff(words: list[str]) -> None:
+    from .plan import diff, load
+    from .terminal.planned import diff_view
+
+    if len(words) != 2:
+        raise ConfigError("--diff compares two plan files", hint="finefit plan --diff A.json B.json")
+    a, b = (load(Path(word)) for word in words)
+    diff_view(diff(a, b), words)
+
+
+# glibc: big blocks come from the heap and stay there (a page fault for every tensor costs a third of a CPU step), but
+# the freed top is given back; the OpenMP runtime sleeps instead of spinning, which costs 8 ms an operator on a busy
+# machine. Both are read once, when a process starts.
+_STEADY = {
+    "GOMP_SPINCOUNT": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def _steady_environment() -> None:
+    """Start this process again with the settings that must be there before its libraries load, unless they are."""
+    missing = {key: value for key, value in _STEADY.items() if key not in os.environ}
+    if missing and not os.environ.get("FINEFIT_RESTARTED"):
+        os.environ.update(missing, FINEFIT_RESTARTED="1")
+        os.execv(sys.executable, [sys.executable, "-m", "finefit", *sys.argv[1:]])
+
+
+def main() -> None:
+    """Entry point: errors of the user's become one message, exit code 2; an interrupt 130; ours keep their traceback."""
+    signal.signal(signal.SIGINT, _interrupted)
+    try:
+        app()
+    except FinefitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+
+
+def _interrupted(_number: int, _frame: Any) -> None:
+    """Ctrl-C outside the training loop, which has its own way to stop: nothing is half done, so leave."""
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(130)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"finefit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    _v: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    pass

@@ -1,0 +1,94 @@
+"""The training loop. It names no technique: what is off is a null object in the run's slots.
+
+The loss of a step is a sum over labelled tokens divided by the labelled tokens of the whole global batch, so the
+gradient does not depend on how the batch was split.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from .events import EventLog
+from .run import MicroBatch, Run, summed_loss, trainable
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Steps and what happens between them; an ``every`` of 0 is never. ``learning_rate`` is a function of the step."""
+
+    steps: int
+    learning_rate: Callable[[int], float]
+    eval_every: int
+    save_every: int
+    log_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the loop calls: the micro-batches of a step, an evaluation, a checkpoint, whether somebody wants to stop."""
+
+    feed: Callable[[int], Sequence[MicroBatch]]
+    evaluate: Callable[[int], None]
+    save: Callable[[int], None]
+    stop: Callable[[], bool]
+
+
+def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
+    """Steps ``done + 1`` to ``pace.steps``. A checkpoint is saved at the end, and where it is stopped."""
+    parameters = trainable(run.model)
+    process = psutil.Process()
+    for step in range(done + 1, pace.steps + 1):
+        started = time.perf_counter()
+        rate = pace.learning_rate(step)
+        loss, norm, tokens, labelled = optimizer_step(run, hooks.feed(step), parameters, rate)
+        seconds = time.perf_counter() - started
+        if step % pace.log_every == 0 or step == pace.steps:
+            log.write(
+                "step", step=step, steps=pace.steps, loss=loss, learning_rate=rate, grad_norm=norm, tokens=tokens,
+                labelled_tokens=labelled, seconds=seconds, tokens_per_s=tokens / seconds,
+                rss_bytes=process.memory_info().rss,
+            )  # fmt: skip
+        stopping, last = hooks.stop(), step == pace.steps
+        if last or stopping or (pace.save_every and step % pace.save_every == 0):
+            hooks.save(step)
+        if last or (not stopping and pace.eval_every and step % pace.eval_every == 0):
+            hooks.evaluate(step)
+        if stopping and not last:
+            return "stopped"
+    return "finished"
+
+
+def optimizer_step(
+    run: Run, batches: Sequence[MicroBatch], parameters: Sequence, learning_rate: float
+) -> tuple[float, float, int, int]:
+    """One update from one global batch: (loss per labelled token, gradient norm, real tokens, labelled tokens)."""
+    assert run.optimizer is not None
+    labelled = sum(len(batch.label_l) for batch in batches)
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate
+    total = 0.0
+    for batch in batches:
+        loss = summed_loss(run, batch.to(run.device)) / labelled
+        run.scaler.scale(loss).backward()
+        total += loss.item()
+    run.scaler.unscale_(run.optimizer)
+    norm = run.clip(parameters).item()
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    return total, norm, sum(batch.tokens for batch in batches), labelled
+
+
+def warmup_then_linear(peak: float, steps: int, warmup: float) -> Callable[[int], float]:
+    """Learning rate by step (from 1): up over ``warmup`` steps (below 1: a share of ``steps``), then down to 0."""
+    rising = round(warmup * steps) if warmup < 1 else int(warmup)
+
+    def rate(step: int) -> float:
+        if step <= rising:
+            return peak * step / rising
+        return peak * (steps - step + 1) / max(1, steps - rising)
+
+    return rate

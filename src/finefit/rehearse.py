@@ -1,0 +1,79 @@
+"""The rehearsal: the largest micro-batch of the whole run, stepped once before the run, under the ledger.
+
+It measures what the plan predicted and checks that what runs is what was planned: every technique's own post-condition,
+and that packed examples do not see each other. Nothing of it stays: the update has a learning rate of zero, optimizer
+states are zeroed, gradients freed, random generators put back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .footprint import Footprint
+from .ledger import Ledger
+from .run import Example, MicroBatch, Run, summed_loss
+from .techniques import NotAsPlanned, Technique
+from .trace import run_step
+
+WHY = "this is a mistake in finefit, please report it with the run folder's plan.json"
+
+
+def rehearse(
+    run: Run, worst: Sequence[Example], others: Sequence[Example], techniques: Sequence[Technique], micro_steps: int
+) -> Footprint:
+    """The measured footprint of a step of ``worst``; raises NotAsPlanned. ``others`` are two short examples."""
+    assert run.optimizer is not None
+    generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if run.device.type == "cuda" else []
+    batch = run.collate(worst).to(run.device)
+    padding = batch.ids_bs.numel() - batch.tokens
+    micro_steps = min(micro_steps, 2)
+    run.evidence.update(padding_tokens=padding, micro_steps=micro_steps, block_forwards=0)
+    for group in run.optimizer.param_groups:
+        group["lr"], group["kept_decay"], group["weight_decay"] = 0.0, group["weight_decay"], 0.0
+    ledger = Ledger()
+    run_step(run, batch, ledger, micro_steps)
+    for technique in techniques:
+        technique.verify(run, ledger)
+    _forget(run)
+    if len(others) == 2:
+        check_blind(run, others)
+    torch.set_rng_state(generators[0])
+    if generators[1]:
+        torch.cuda.set_rng_state_all(generators[1])
+    return Footprint("measured", ledger.moments(), _reserved(run.device))
+
+
+def check_blind(run: Run, pair: Sequence[Example]) -> None:
+    """Another first example must not move the second one's loss by a bit more than rounding."""
+    first, second = pair
+    changed = ([(t + 1) % 7 + 3 for t in first[0]], first[1])
+    with torch.no_grad():
+        losses = [summed_loss(run, _second_only(run.collate([one, second]), first)).item() for one in (first, changed)]
+    if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):
+        raise NotAsPlanned(f"packing: an example's loss moved from {losses[0]} to {losses[1]} with its neighbour. {WHY}")
+
+
+def _second_only(batch: MicroBatch, first: Example) -> MicroBatch:
+    start = batch.bounds[1] if len(batch.bounds) > 1 else len(first[0])
+    later = batch.row_l >= start
+    return replace(batch, row_l=batch.row_l[later], label_l=batch.label_l[later])
+
+
+def _forget(run: Run) -> None:
+    """Gradients away, optimizer states as new."""
+    assert run.optimizer is not None
+    run.optimizer.zero_grad(set_to_none=True)
+    for state in run.optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = group.pop("kept_decay")
+
+
+def _reserved(device: torch.device) -> int:
+    """What the caching allocator holds beyond live tensors at its peak; a CPU has no such allocator."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats(device)
+    return int(stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"])

@@ -1,0 +1,190 @@
+"""One run from its config to its report: find model and data, plan, build, rehearse, train, export.
+
+The run folder holds everything: resolved config, plan, events, checkpoints, and at its end the adapter or model.
+"""
+
+import os
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import plan as plans
+from .assets import model_folder
+from .batches import Batches, FromOrder, Uniform
+from .config import Config, dump, load
+from .data.order import InOrder, Order
+from .data.readers import HELD_OUT, Source, open_source
+from .data.tokens import TokenStore, prepare
+from .errors import CheckpointError, ConfigError, EngineError
+from .files import write_atomically
+from .hardware import HardwareSpec
+from .plan import Plan
+from .search import Question, search
+from .spec import JobSpec, ModelSpec, resolve_model
+from .units import Budget, format_bytes, parse_budget
+
+LEARNING_RATE = {"lora": 2e-4, "full": 2e-5}
+HELD_OUT_SHARE = 20  # one of so many examples is set aside where no held-out data is named
+DEFAULT_BUDGET = "90%"
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Tokens to train on and to evaluate with, their order, and the number of steps."""
+
+    store: TokenStore
+    held_out: TokenStore
+    held_out_rows: tuple[int, ...]
+    order: Order | InOrder
+    rows: tuple[int, ...]
+    """Rows of ``store`` that are trained on, which the order counts."""
+    steps: int
+
+    def batch(self, step: int) -> list[int]:
+        """Rows of the store of one global batch."""
+        return [self.rows[i] for i in self.order.batch(step)]
+
+    def batches(self) -> FromOrder:
+        steps = [self.batch(step) for step in range(1, self.steps + 1)]
+        return FromOrder(steps, self.store.lengths.tolist(), self.store.labelled.tolist())
+
+
+def tokenizer_of(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise EngineError("training needs transformers", hint="pip install 'finefit[train]'") from error
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def read_data(config: Config, tokenizer: Any) -> Data:
+    """Tokenise (or take from the cache) what is trained on and what is held out."""
+    if config.data is None:
+        raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
+    at = config.train
+
+    def store_of(source: Source) -> TokenStore:
+        return prepare(source, tokenizer, max_length=at.max_length, too_long=at.too_long)
+
+    store = store_of(open_source(config.data))
+    named = config.eval_data or (HELD_OUT if config.data == HELD_OUT.partition(":")[0] else None)
+    if named:
+        held_out, aside = store_of(open_source(named)), ()
+        held_out_rows = tuple(range(len(held_out)))
+    else:
+        held_out, aside = store, tuple(range(0, len(store), HELD_OUT_SHARE)) if len(store) >= HELD_OUT_SHARE else ()
+        held_out_rows = aside or tuple(range(len(store)))
+    rows = tuple(sorted(set(range(len(store))) - set(aside)))
+    size = min(at.global_batch_size, len(rows))
+    order = InOrder(len(rows), size) if at.order == "as_given" else Order(len(rows), size, config.seed)
+    return Data(store, held_out, held_out_rows, order, rows, at.steps or order.steps(at.epochs))
+
+
+def hardware_of(config: Config, named: str | None) -> HardwareSpec:
+    if named:
+        return HardwareSpec.from_name(named)
+    machine = HardwareSpec.of_this_machine()
+    if config.hardware.device == "cpu" and machine.kind != "cpu":
+        machine = HardwareSpec.of_cpu()
+    if config.hardware.device.startswith("cuda") and machine.kind != "cuda":
+        raise EngineError("no CUDA device is here", hint="finefit doctor says why; hardware.device=cpu runs without")
+    return machine
+
+
+def job_of(config: Config, data: Data | None) -> JobSpec:
+    at = config.train
+    job = JobSpec(
+        method=config.method, rank=config.lora.rank, alpha=config.lora.alpha, dropout=config.lora.dropout,
+        targets=config.lora.names(), precision=config.memory.precision, global_batch_size=at.global_batch_size,
+        max_length=at.max_length, longest=at.max_length, steps=at.steps or 0, seed=config.seed,
+        pins=(*config.memory.pins(), ("max_grad_norm", str(at.max_grad_norm))),
+    )  # fmt: skip
+    if data is None:
+        return job
+    size = min(at.global_batch_size, len(data.rows))
+    return replace(job, longest=int(data.store.lengths.max()), steps=data.steps, global_batch_size=size,
+                   labelled_share=data.store.labelled_share)  # fmt: skip
+
+
+def budget_of(config: Config, hardware: HardwareSpec) -> Budget:
+    text = config.memory.budget
+    return parse_budget(DEFAULT_BUDGET if text == "auto" else text, hardware.memory_bytes)
+
+
+def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: Data | None) -> Plan:
+    """The search for this config; without data every example counts as long as allowed."""
+    job = job_of(config, data)
+    length = min(job.max_length, model.max_position_embeddings)
+    batches: Batches = data.batches() if data else Uniform(job.global_batch_size, length)
+    return search(Question(model, hardware, job, batches, budget_of(config, hardware)))
+
+
+def run_folder(config: Config) -> Path:
+    """Where the run goes: a new folder, or ConfigError when one with events is there."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    model = config.model.rstrip("/").rpartition("/")[2]
+    folder = Path(config.output_dir) / (config.name or f"{model}-{stamp}")
+    if (folder / "events.jsonl").exists():
+        hint = f"finefit resume {folder} goes on with it; or give another name=…"
+        raise ConfigError(f"there is a run in {folder} already", hint=hint)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that carrying out a plan needs. ``said`` are sentences about model and data to be shown once."""
+
+    config: Config
+    plan: Plan
+    hardware: HardwareSpec
+    data: Data
+    tokenizer: Any
+    model_folder: Path
+    folder: Path
+    said: tuple[str, ...] = ()
+
+
+def new(config: Config, plan_file: Path | None) -> Job:
+    """A new run, planned (or told by ``plan_file``), its folder made with config and plan in it."""
+    folder = run_folder(config)
+    asset = model_folder(config.model)
+    tokenizer = tokenizer_of(asset.folder)
+    model, data = replace(resolve_model(str(asset.folder)), name=config.model), read_data(config, tokenizer)
+    hardware = hardware_of(config, None)
+    plan = plans.load(plan_file) if plan_file else make_plan(config, model, hardware, data)
+    if plan.model != model.name:
+        raise ConfigError(f"the plan is for {plan.model}, not {model.name}", where=str(plan_file))
+    check_disk(folder, plan)
+    write_atomically(folder / "config.yaml", dump(config).encode())
+    plan.save(folder / "plan.json")
+    said = tuple(sentence for sentence in (asset.says, *data.store.says()) if sentence)
+    return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, said)
+
+
+def again(folder: Path) -> Job:
+    """The run in ``folder``, by the config and plan it was started with."""
+    if not (folder / "config.yaml").is_file() or not (folder / "plan.json").is_file():
+        hint = "a run folder has config.yaml and plan.json"
+        raise CheckpointError("there is no run here", where=str(folder), hint=hint)
+    config = load(folder / "config.yaml")
+    asset = model_folder(config.model)
+    tokenizer = tokenizer_of(asset.folder)
+    data, plan = read_data(config, tokenizer), plans.load(folder / "plan.json")
+    return Job(config, plan, hardware_of(config, None), data, tokenizer, asset.folder, folder)
+
+
+def check_disk(folder: Path, plan: Plan) -> None:
+    """Free space against what the checkpoints will take, before anything is trained."""
+    states = plan.predicted.moments["optimizer_step"]
+    trained = states.get("gradient", 0) + states.get("optimizer_state", 0)
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not os.access(existing, os.W_OK):
+        raise CheckpointError("the folder cannot be written to", where=str(existing), hint="choose another output_dir")
+    free = shutil.disk_usage(existing).free
+    if free < 2 * trained:
+        raise CheckpointError(
+            f"a checkpoint takes {format_bytes(trained)}, {format_bytes(free)} are free", where=str(existing),
+            hint="free some disk space or choose another output_dir",
+        )  # fmt: skip

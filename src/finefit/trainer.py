@@ -1,0 +1,222 @@
+"""Carrying a plan out: build, rehearse, evaluate, loop, export. The torch half of a session; functions, no class of deeds."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import adapter, checkpoint, evaluate, loop, models
+from .batches import FromOrder
+from .build import Optimizing, build
+from .config import Config
+from .errors import DataError
+from .events import EventLog, number, steps
+from .footprint import Footprint
+from .layout import Micro
+from .predict import footprint
+from .rehearse import rehearse
+from .report import write_report
+from .run import Example, MicroBatch, Run, trainable
+from .search import rewrite
+from .session import LEARNING_RATE, Job
+from .spec import ModelSpec
+from .techniques import Accumulation, Packing
+
+_UNCHANGED_LENGTH = 2  # examples used to check that packed neighbours do not see each other
+
+
+def carry_out(job: Job, log: EventLog, resumed: bool) -> str:
+    """Train by the plan; the run's status. Events tell everything that happens."""
+    started = time.perf_counter()
+    _set_threads(job.config)
+    run = _build(job, log, resumed)
+    done = checkpoint.load_newest(run, job.folder / "checkpoints", partial(_warn, log)) if resumed else 0
+    for sentence in job.said:
+        log.write("warn", message=sentence, hint="")
+    if resumed:
+        log.write("warn", message=f"resumed after step {done} of {job.data.steps}", hint="")
+    else:
+        _rehearse(job, run, log)
+    held_out = [_example(job.data.held_out, row) for row in _spaced_rows(job)]
+    losses: list[float] = []
+    if done == 0:
+        losses.append(_evaluate(job, run, log, held_out, 0))
+    with stop_on_signals() as stop:
+        hooks = loop.Hooks(
+            feed=partial(_feed, job, run),
+            evaluate=lambda step: losses.append(_evaluate(job, run, log, held_out, step)),
+            save=partial(_save, job, run, log),
+            stop=stop,
+        )
+        status = loop.train(run, _pace(job), hooks, log, done)
+    if status == "finished":
+        adapter.save_trained(run.model, job.folder, job.config.model)
+        job.tokenizer.save_pretrained(job.folder)
+    first, last = _held_out_losses(job.folder, losses)
+    step = job.data.steps if status == "finished" else _last_step(job)
+    log.write("end", status=status, step=step, seconds=time.perf_counter() - started, loss_before=first, loss_after=last)
+    write_report(job.folder)
+    return status
+
+
+def _set_threads(config: Config) -> None:
+    if config.hardware.threads != "auto":
+        torch.set_num_threads(config.hardware.threads)
+
+
+def _build(job: Job, log: EventLog, resumed: bool) -> Run:
+    started = time.perf_counter()
+    plan, data = job.plan, job.data
+    device = torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
+    if not resumed:
+        row = _worst_rows(job)
+        log.write(
+            "plan", plan=plan.to_json(), model=job.config.model, data=job.config.data, steps=data.steps,
+            predicted=plan.predicted.to_json(), hardware=job.hardware.to_json(),
+            worst={"tokens": int(sum(data.store.lengths[r] for r in row)), "where": ", ".join(map(data.store.where, row))},
+        )  # fmt: skip
+    at = job.config.train
+    peak = LEARNING_RATE[plan.method] if at.learning_rate == "auto" else at.learning_rate
+    run = build(
+        models.config_of(job.model_folder), plan.techniques, models.fill_from(job.model_folder), device,
+        Optimizing(peak, at.weight_decay), job.config.seed,
+    )  # fmt: skip
+    parameters = sum(p.numel() for p in run.model.parameters())
+    log.write(
+        "build", seconds=time.perf_counter() - started, parameters=parameters,
+        trainable=sum(p.numel() for p in trainable(run.model)),
+        techniques=[{"name": t.name, "says": t.describe(), "verified": False} for t in plan.techniques],
+    )  # fmt: skip
+    return run
+
+
+def _rehearse(job: Job, run: Run, log: EventLog) -> None:
+    """The worst micro-batch first: measured beside predicted for that very micro-batch, and all post-conditions."""
+    store, rows = job.data.store, _worst_rows(job)
+    short = sorted(job.data.rows, key=lambda row: int(store.lengths[row]))[:_UNCHANGED_LENGTH]
+    _check_targets(job)
+    measured = rehearse(
+        run, [_example(store, row) for row in rows], [_example(store, row) for row in short], job.plan.techniques,
+        job.plan.gradient_accumulation_steps,
+    )  # fmt: skip
+    predicted = _predicted_for(job, rows)
+    log.write("memory", step=0, measured=measured.to_json(), predicted=predicted.to_json())
+    log.write(
+        "build", seconds=0.0, parameters=sum(p.numel() for p in run.model.parameters()),
+        trainable=sum(p.numel() for p in trainable(run.model)),
+        techniques=[{"name": t.name, "says": t.describe(), "verified": True} for t in job.plan.techniques],
+    )  # fmt: skip
+
+
+def _predicted_for(job: Job, rows: list[int]) -> Footprint:
+    spec = ModelSpec.from_folder(job.model_folder)
+    store = job.data.store
+    padded = job.plan.technique("packing") is None
+    lengths, labelled = store.lengths.tolist(), store.labelled.tolist()
+    micro: Micro = FromOrder([rows], lengths, labelled).micro(rows, padded)
+    return footprint(rewrite(spec, micro, job.plan.techniques), job.hardware)
+
+
+def _check_targets(job: Job) -> None:
+    """The end-of-turn token must be a target: a model that never learns to stop is the commonest silent mistake."""
+    store, eos = job.data.store, job.tokenizer.eos_token_id
+    rows = evaluate.spaced(len(store), 16)
+    trained = {int(t) for row in rows for t, on in zip(*_example(store, row), strict=True) if on}
+    if eos is not None and eos not in trained and not store.index.get("truncated"):
+        hint = "the chat template does not end a turn with the tokenizer's end token"
+        raise DataError(f"the end-of-turn token {eos} is never trained", hint=hint)
+
+
+def _worst_rows(job: Job) -> list[int]:
+    split = next(t for t in job.plan.techniques if isinstance(t, Accumulation))
+    padded = not any(isinstance(t, Packing) for t in job.plan.techniques)
+    return job.data.batches().worst(split.micro_batch_size, split.micro_batch_tokens, padded)
+
+
+def _example(store: Any, row: int) -> Example:
+    ids, mask = store[row]
+    return ids, mask
+
+
+def _spaced_rows(job: Job) -> list[int]:
+    rows = job.data.held_out_rows
+    return [rows[i] for i in evaluate.spaced(len(rows), evaluate.EXAMPLES)]
+
+
+def _feed(job: Job, run: Run, step: int) -> list[MicroBatch]:
+    examples = [_example(job.data.store, row) for row in job.data.batch(step)]
+    return [run.collate([examples[i] for i in group]) for group in run.split([len(ids) for ids, _ in examples])]
+
+
+def _pace(job: Job) -> loop.Pace:
+    at, steps = job.config.train, job.data.steps
+    peak = LEARNING_RATE[job.plan.method] if at.learning_rate == "auto" else at.learning_rate
+    rate = loop.warmup_then_linear(peak, steps, at.warmup_steps)
+    return loop.Pace(steps, rate, at.eval_every, at.save_every, at.log_every)
+
+
+def _evaluate(job: Job, run: Run, log: EventLog, held_out: list[Example], step: int) -> float:
+    loss, labelled, seconds = evaluate.held_out_loss(run, held_out)
+    fields: dict[str, Any] = {}
+    if step in (0, job.data.steps):
+        fields["sample"] = _sample(job, run, held_out)
+    log.write("eval", step=step, loss=loss, labelled_tokens=labelled, seconds=seconds, **fields)
+    return loss
+
+
+def _sample(job: Job, run: Run, held_out: list[Example]) -> dict[str, str]:
+    """One held-out example answered greedily: the same one each time."""
+    ids, mask = held_out[evaluate.sample_row(held_out)]
+    stop = [job.tokenizer.eos_token_id]
+    said = evaluate.answer(run.model, evaluate.prompt_of((ids, mask)), stop, 64)
+    reference = [int(t) for t, on in zip(ids, mask, strict=True) if on]
+    decode = partial(job.tokenizer.decode, skip_special_tokens=True)
+    return {"prompt": decode(evaluate.prompt_of((ids, mask))), "reference": decode(reference), "answer": decode(said)}
+
+
+def _save(job: Job, run: Run, log: EventLog, step: int) -> None:
+    started = time.perf_counter()
+    keep = job.config.train.keep_checkpoints
+    path, n_bytes = checkpoint.save(run, step, job.folder / "checkpoints", job.config.model, keep)
+    log.write("save", step=step, path=str(path), bytes=n_bytes, seconds=time.perf_counter() - started)
+
+
+def _warn(log: EventLog, message: str, hint: str) -> None:
+    log.write("warn", message=message, hint=hint)
+
+
+def _held_out_losses(folder: Path, losses: list[float]) -> tuple[float | None, float | None]:
+    """First and last held-out loss; a resumed run finds the first in its log."""
+    found = [event for event in steps(folder / "events.jsonl", "eval") if event["step"] == 0]
+    first = number(found[0]["loss"]) if found else None
+    return first, losses[-1] if losses else None
+
+
+def _last_step(job: Job) -> int:
+    folders = sorted((job.folder / "checkpoints").glob("step-*"))
+    return int(folders[-1].name.removeprefix("step-")) if folders else 0
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM ask for a stop at the next step boundary; a second SIGINT stops at once."""
+    asked: list[int] = []
+    before: dict[int, Any] = {}
+
+    def ask(number: int, _frame: Any) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+    before |= {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
