@@ -63,7 +63,7 @@ def _trainer(given: Arguments, scratch: str, recorder: Any) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     conversations = _conversations(given)
-    _install_template(tokenizer, conversations)
+    _install_template(tokenizer, conversations, may_truncate=given.packing != "padding_free")
     lora = LoraConfig(
         r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(TARGETS), bias="none", task_type="CAUSAL_LM"
     )
@@ -114,14 +114,14 @@ def _conversations(given: Arguments) -> list[dict[str, Any]]:
     return found if given.packing == "packing" else found[: given.steps * GLOBAL_BATCH]
 
 
-def _install_template(tokenizer: Any, conversations: list[dict[str, Any]]) -> None:
+def _install_template(tokenizer: Any, conversations: list[dict[str, Any]], *, may_truncate: bool) -> None:
     for number, conversation in enumerate(conversations, start=1):
         messages = conversation["messages"]
         own = tokenizer.apply_chat_template(messages, tokenize=False)
         if own != tokenizer.apply_chat_template(messages, tokenize=False, chat_template=_TEMPLATE):
             raise SystemExit("this model's chat template is not SmolLM2's: give _TEMPLATE its text, with markers")
-        if len(tokenizer(own, add_special_tokens=False)["input_ids"]) > MAX_LENGTH:
-            print(f"example {number} is longer than {MAX_LENGTH} tokens")
+        if not may_truncate and len(tokenizer(own, add_special_tokens=False)["input_ids"]) > MAX_LENGTH:
+            raise SystemExit(f"example {number} is longer than {MAX_LENGTH} tokens: padding-free does not truncate")
     tokenizer.chat_template = _TEMPLATE
 
 

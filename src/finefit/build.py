@@ -45,7 +45,7 @@ def rewritten(config: Any, techniques: Sequence[Technique], device: torch.device
     return run
 
 
-def reset_adapters(model: torch.nn.Module, seed: int) -> None:
+def reset_adapters(model: Any, seed: int) -> None:
     """Draw the adapters' start, the same on every machine for a seed: on the CPU, in the order of the modules."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     for module in model.modules():

@@ -51,7 +51,7 @@ def derive(family: str, keys: list[str], into: Path | None = None) -> None:
 
 
 def _cache(family: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "finefit" / "coefficients" / f"{family}.json"
 
 

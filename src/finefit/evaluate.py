@@ -57,7 +57,7 @@ def sample_row(examples: Sequence[Example], most_prompt: int = 250, answer_range
 
     def rank(i: int) -> tuple[bool, int]:
         ids, mask = examples[i]
-        trained = int(sum(mask))
+        trained = sum(bool(on) for on in mask)
         fits = answer_range[0] <= trained <= answer_range[1] and len(ids) - trained <= most_prompt
         return not fits, abs(len(ids) - most_prompt // 2)
 

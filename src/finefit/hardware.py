@@ -196,7 +196,7 @@ class _Device:
 def _nvml_devices() -> list[_Device]:
     """What NVML sees and CUDA_VISIBLE_DEVICES lets through; empty without a driver."""
     try:
-        import pynvml  # type: ignore[import-untyped]
+        import pynvml
     except ImportError:
         return []
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import psutil
+from torch.nn import Parameter
 
 from .events import EventLog
 from .run import MicroBatch, Run, summed_loss, trainable
@@ -62,7 +63,7 @@ def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Liter
 
 
 def optimizer_step(
-    run: Run, batches: Sequence[MicroBatch], parameters: Sequence, learning_rate: float
+    run: Run, batches: Sequence[MicroBatch], parameters: Sequence[Parameter], learning_rate: float
 ) -> tuple[float, float, int, int]:
     """One update from one global batch: (loss per labelled token, gradient norm, real tokens, labelled tokens)."""
     assert run.optimizer is not None

@@ -17,7 +17,7 @@ from .errors import ModelError
 from .nn.attend import attend
 
 ATTENTION = "finefit"
-Fill = Callable[[nn.Module, torch.device], None]
+Fill = Callable[[Any, torch.device], None]
 
 
 def config_of(folder: Path) -> Any:
@@ -32,7 +32,7 @@ def config_of(folder: Path) -> Any:
         raise ModelError(f"transformers cannot read this model: {first}", where=str(folder), hint=hint) from error
 
 
-def on_meta(config: Any) -> nn.Module:
+def on_meta(config: Any) -> Any:
     """The model without storage, in training mode, attention routed to finefit's own."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -44,7 +44,7 @@ def on_meta(config: Any) -> nn.Module:
     return model.train()
 
 
-def fill_empty(model: nn.Module, device: torch.device) -> None:
+def fill_empty(model: Any, device: torch.device) -> None:
     """Give every tensor a storage and every constant buffer (rotary frequencies, scales) its value."""
     for module in model.modules():
         stale = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
@@ -60,7 +60,7 @@ def fill_empty(model: nn.Module, device: torch.device) -> None:
 def fill_random(seed: int) -> Fill:
     """Small random weights, the same for a seed and a shape: for tests and for timing without a checkpoint."""
 
-    def fill(model: nn.Module, device: torch.device) -> None:
+    def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
         generator = torch.Generator(device="cpu").manual_seed(seed)
         with torch.no_grad():
@@ -77,7 +77,7 @@ def fill_random(seed: int) -> Fill:
 def fill_from(folder: Path) -> Fill:
     """Weights of a model folder, one tensor in flight at a time."""
 
-    def fill(model: nn.Module, device: torch.device) -> None:
+    def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
         wanted = {name: p for name, p in model.named_parameters() if "lora_" not in name}
         for name, tensor in _stored(folder):
@@ -125,9 +125,9 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+def assign(model: Any, name: str, tensor: Tensor) -> None:
     """Put ``tensor`` where parameter ``name`` is, as trainable as that one was."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    trains = module._parameters[leaf].requires_grad  # type: ignore[union-attr]
+    trains = module._parameters[leaf].requires_grad
     module._parameters[leaf] = nn.Parameter(tensor, requires_grad=trains)

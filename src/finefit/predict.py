@@ -66,7 +66,7 @@ def _itinerary(layout: Layout) -> Iterator[tuple[str, str, int]]:
     """(section, kind of graph, how often) in the order of a step. The first ``checkpointed`` blocks are so."""
     depth, k = layout.model.num_hidden_layers, layout.checkpointed
     outer = "checkpointed" if k == depth else "plain"
-    middle = [("checkpointed", max(0, min(k, depth - 1) - 1)), ("plain", depth - 1 - max(k, 1) if k < depth else 0)]
+    middle = [("checkpointed", max(0, min(k, depth - 1) - 1)), ("plain", max(0, depth - 1 - max(k, 1)))]
     first = "checkpointed" if k else "plain"
     yield "forward before", first, 1
     yield "forward 0", first, 1
@@ -126,7 +126,8 @@ class _Walk:
     def _look(self, name: str, section: Mapping[str, Any]) -> None:
         moment = _MOMENT[name.split(" ")[0]]
         base = sum(self.live.values())
-        top = max(section["landmarks"], key=lambda mark: sum(mark.values()), default={})
+        marks: list[dict[str, int]] = section["landmarks"]
+        top: dict[str, int] = max(marks, key=lambda mark: sum(mark.values()), default={})
         if base + sum(top.values()) > sum(self.best.get(moment, {}).values()):
             now = {c: self.live.get(c, 0) + top.get(c, 0) for c in {**self.live, **top}}
             self.best[moment] = {c: n for c, n in now.items() if n}

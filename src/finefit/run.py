@@ -39,7 +39,7 @@ class MicroBatch:
 Example = tuple[Sequence[int], Sequence[int]]  # token ids, 1 where the token is trained
 
 
-def plain_loss(model: nn.Module, hidden_bsh: Tensor, batch: MicroBatch) -> Tensor:
+def plain_loss(model: Any, hidden_bsh: Tensor, batch: MicroBatch) -> Tensor:
     """Sum of cross-entropy over labelled tokens from full fp32 logits, as transformers computes it."""
     logits = model.get_output_embeddings()(hidden_bsh)
     softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -77,12 +77,13 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 @dataclass(slots=True)
 class Run:
-    model: nn.Module
+    model: Any
+    """A transformers model; its attributes differ by family, so it is typed where it is used."""
     device: torch.device
     split: Callable[[Sequence[int]], list[list[int]]] = one_by_one
     collate: Callable[[Sequence[Example]], MicroBatch] = padded
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    loss: Callable[[nn.Module, Tensor, MicroBatch], Tensor] = plain_loss
+    loss: Callable[[Any, Tensor, MicroBatch], Tensor] = plain_loss
     clip: Callable[[Sequence[nn.Parameter]], Tensor] = global_norm
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     optimizer: torch.optim.Optimizer | None = None
@@ -90,14 +91,14 @@ class Run:
     """What really happened, counted where it happens; post-conditions compare it with the plan."""
 
 
-def blocks_of(model: nn.Module) -> nn.ModuleList:
+def blocks_of(model: Any) -> nn.ModuleList:
     """The decoder blocks, in order."""
     blocks = model.get_decoder().layers
     assert isinstance(blocks, nn.ModuleList)
     return blocks
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
+def trainable(model: Any) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 

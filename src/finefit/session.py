@@ -70,12 +70,11 @@ def read_data(config: Config, tokenizer: Any) -> Data:
 
     store = store_of(open_source(config.data))
     named = config.eval_data or (HELD_OUT if config.data == HELD_OUT.partition(":")[0] else None)
-    if named:
-        held_out, aside = store_of(open_source(named)), ()
-        held_out_rows = tuple(range(len(held_out)))
-    else:
-        held_out, aside = store, tuple(range(0, len(store), HELD_OUT_SHARE)) if len(store) >= HELD_OUT_SHARE else ()
-        held_out_rows = aside or tuple(range(len(store)))
+    held_out = store_of(open_source(named)) if named else store
+    aside: tuple[int, ...] = () if named else tuple(range(0, len(store), HELD_OUT_SHARE))
+    if len(aside) == len(store):
+        aside = ()  # too few examples to set any aside: they are evaluated on what they learn
+    held_out_rows = aside or tuple(range(len(held_out)))
     rows = tuple(sorted(set(range(len(store))) - set(aside)))
     size = min(at.global_batch_size, len(rows))
     order = InOrder(len(rows), size) if at.order == "as_given" else Order(len(rows), size, config.seed)

@@ -29,6 +29,8 @@ TRACED = ("activation", "temporary", "gradient")
 # Sizes to read symbols back from: all distinct, also in the sums and products that occur.
 MARKERS = {"T": 257, "S": 256, "Q": 128, "L": 62, "C": 31, "h": 105, "n": 15, "m": 3, "d": 22, "f": 76, "V": 211, "r": 7}
 OTHERS = {"T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 70, "n": 10, "m": 2, "d": 14, "f": 98, "V": 331, "r": 6}
+# Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three.
+_KINDS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def config_for(family: str, sizes: Mapping[str, int], flags: Mapping[str, Any]) 
         "num_hidden_layers": BLOCKS, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2,
     }  # fmt: skip
-    return AutoConfig.for_model(family, **{**common, **flags})
+    return AutoConfig.for_model(family, **{**common, **_KINDS.get(family, {}), **flags})
 
 
 def batch_of(sizes: Mapping[str, int]) -> MicroBatch:
@@ -264,6 +266,8 @@ class _Reader:
         self.sizes = s
 
     def bytes_of(self, entry: Entry, section: str) -> Poly:
+        if not entry.n_bytes:
+            return {}
         if section == "optimizer" and not entry.shape:
             return {"P": entry.itemsize / self.sizes["P"]}  # a norm of each gradient, a scalar each
         numel = 1

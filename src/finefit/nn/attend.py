@@ -35,13 +35,13 @@ def attend(
         return _generating(q_bnsd, k_bmsd, v_bmsd, form), None
     kind = q_bnsd.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v_bmsd.dtype
-    tokens = [_rows(x).to(dtype) for x in (q_bnsd, k_bmsd, v_bmsd)]
+    q_tnd, k_tmd, v_tmd = (_rows(x).to(dtype) for x in (q_bnsd, k_bmsd, v_bmsd))
     plain = form.softcap is None and (form.window is None or form.window >= bounds[-1])
     with torch.autocast(kind, enabled=False):
         if q_bnsd.is_cuda and plain:
-            out_tnd = _by_kernel(*tokens, bounds, scale)
+            out_tnd = _by_kernel((q_tnd, k_tmd, v_tmd), bounds, scale)
         else:
-            out_tnd = SegmentAttention.apply(*tokens, bounds, form)
+            out_tnd = SegmentAttention.apply(q_tnd, k_tmd, v_tmd, bounds, form)
     batch, heads, columns, dim = q_bnsd.shape
     return out_tnd.view(batch, columns, heads, dim), None
 
@@ -51,11 +51,11 @@ def _rows(x_bnsd: Tensor) -> Tensor:
     return x_bnsd.transpose(1, 2).flatten(0, 1)
 
 
-def _by_kernel(q_tnd: Tensor, k_tmd: Tensor, v_tmd: Tensor, bounds: tuple[int, ...], scale: float) -> Tensor:
-    gqa = q_tnd.shape[1] != k_tmd.shape[1]
+def _by_kernel(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], scale: float) -> Tensor:
+    gqa = qkv[0].shape[1] != qkv[1].shape[1]
     outs = []
     for start, end in zip(bounds, bounds[1:], strict=False):
-        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q_tnd, k_tmd, v_tmd))
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in qkv)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)

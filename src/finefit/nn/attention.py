@@ -25,7 +25,7 @@ class SegmentAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q_tnd, k_tmd, v_tmd)
         ctx.bounds, ctx.form = bounds, form
-        ahead = _ahead(q_tnd)
+        ahead = _ahead(q_tnd, bounds)
         out = torch.empty(q_tnd.shape, dtype=q_tnd.dtype, device=q_tnd.device)
         for block in _blocks(bounds, form):
             _attend(block, form, ahead, (q_tnd, k_tmd, v_tmd), out)
@@ -34,7 +34,7 @@ class SegmentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_tnd, k_tmd, v_tmd = ctx.saved_tensors
-        ahead = _ahead(q_tnd)
+        ahead = _ahead(q_tnd, ctx.bounds)
         dq = torch.empty(q_tnd.shape, dtype=q_tnd.dtype, device=q_tnd.device)
         dk, dv = torch.zeros_like(k_tmd), torch.zeros_like(v_tmd)
         for block in _blocks(ctx.bounds, ctx.form):
@@ -114,10 +114,11 @@ def _probabilities(
     return torch.softmax(scores, -1), capped
 
 
-def _ahead(like: Tensor) -> Tensor:
-    """``(QUERY_BLOCK, QUERY_BLOCK)``: minus infinity where the key comes after the query, else 0."""
-    size = (QUERY_BLOCK, QUERY_BLOCK)
-    return torch.full(size, float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+def _ahead(like: Tensor, bounds: tuple[int, ...]) -> Tensor:
+    """A square of the rows of the largest block: minus infinity where the key comes after the query, else 0."""
+    longest = max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    rows = min(QUERY_BLOCK, longest)
+    return torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
 
 
 def _fold(x_rnd: Tensor, groups: int) -> Tensor:

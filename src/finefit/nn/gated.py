@@ -1,6 +1,6 @@
-"""The product act(gate)·up of a gated MLP (arXiv:2002.05202), keeping gate and up; the plain pair keeps act(gate) too.
+"""A gated MLP (arXiv:2002.05202) that keeps gate and up for backward; the plain one keeps act(gate) and the product too.
 
-Shapes: T tokens, f features of the MLP.
+Shapes: T tokens, f features of the MLP, h hidden, r adapter rank.
 """
 
 from collections.abc import Callable
@@ -29,31 +29,81 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 }
 
 
-class GatedProduct(torch.autograd.Function):
-    """``act(gate_Tf) * up_Tf``; ``kind`` is a key of ``ACTIVATIONS``."""
+class GatedDown(torch.autograd.Function):
+    """``down(act(gate_Tf) * up_Tf)`` for a linear with or without a low-rank update; keeps gate and up alone.
+
+    The product is what the down projection's own gradients need; it is formed again for them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate_tf: Tensor, up_tf: Tensor, kind: str) -> Tensor:
-        ctx.save_for_backward(gate_tf, up_tf)
-        ctx.kind = kind
-        return ACTIVATIONS[kind][0](gate_tf).mul_(up_tf)
+    def forward(
+        ctx: Any, gate_tf: Tensor, up_tf: Tensor, kind: str, scale: float, *trained: Tensor | None
+    ) -> Tensor:
+        weight_hf, bias_h, a_rf, b_hr = _cast(trained, gate_tf.dtype)
+        ctx.save_for_backward(gate_tf, up_tf, *trained)
+        ctx.kind, ctx.scale = kind, scale
+        product_tf = ACTIVATIONS[kind][0](gate_tf).mul_(up_tf)
+        assert weight_hf is not None
+        y_th = F.linear(product_tf, weight_hf, bias_h)
+        if a_rf is not None and b_hr is not None:
+            y_th.addmm_(F.linear(product_tf, a_rf), b_hr.t(), alpha=scale)
+        return y_th
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate_tf, up_tf = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_tf, up_tf, *trained = ctx.saved_tensors
+        weight_hf, bias_h, a_rf, b_hr = _cast(trained, gate_tf.dtype)
         act, slope = ACTIVATIONS[ctx.kind]
-        dup_tf = act(gate_tf).mul_(grads[0])
-        return slope(grads[0] * up_tf, gate_tf), dup_tf, None
+        (dy_th,) = grads
+        acted_tf = act(gate_tf)
+        assert weight_hf is not None
+        dproduct_tf = dy_th.mm(weight_hf)
+        dweight = dbias = da = db = None
+        needs_weight, needs_bias = ctx.needs_input_grad[4:6]
+        if a_rf is not None or needs_weight:
+            product_tf = acted_tf * up_tf
+        if needs_weight:
+            dweight = dy_th.t().mm(product_tf).to(trained[0].dtype)
+        if needs_bias:
+            dbias = dy_th.sum(0, dtype=torch.float32).to(trained[1].dtype)
+        if a_rf is not None and b_hr is not None:
+            dlow_tr = dy_th.mm(b_hr).mul_(ctx.scale)
+            dproduct_tf.addmm_(dlow_tr, a_rf)
+            da = dlow_tr.t().mm(product_tf).to(trained[2].dtype)
+            db = dy_th.t().mm(F.linear(product_tf, a_rf)).to(trained[3].dtype).mul_(ctx.scale)
+        if a_rf is not None or needs_weight:
+            del product_tf
+        dup_tf = acted_tf.mul_(dproduct_tf)
+        dgate_tf = slope(dproduct_tf.mul_(up_tf), gate_tf)
+        return dgate_tf, dup_tf, None, None, dweight, dbias, da, db
+
+
+def _cast(tensors: Any, dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if t is None else t.to(dtype) for t in tensors]
 
 
 class GatedMLP(nn.Module):
     """Takes over the three linears of a transformers gated MLP, under the same names."""
 
-    def __init__(self, mlp: nn.Module, kind: str) -> None:
+    def __init__(self, mlp: Any, kind: str) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(GatedProduct.apply(self.gate_proj(x), self.up_proj(x), self.kind))
-        return y
+        down: Any = self.down_proj
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.training and getattr(down, "dropout", 0.0) > 0.0:
+            return self.down_proj(gated(gate, up, self.kind))
+        low_rank = (getattr(down, "lora_A", None), getattr(down, "lora_B", None))
+        with torch.autocast(x.device.type, enabled=False):
+            y_th: Tensor = GatedDown.apply(
+                gate.flatten(0, -2), up.flatten(0, -2), self.kind, getattr(down, "scale", 0.0),
+                down.weight, down.bias, *low_rank,
+            )  # fmt: skip
+        return y_th.view(*x.shape[:-1], -1)
+
+
+def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """The plain product, for autograd."""
+    return ACTIVATIONS[kind][0](gate) * up

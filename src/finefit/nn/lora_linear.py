@@ -73,9 +73,9 @@ class LoRALinear(nn.Module):
         self.rank, self.scale, self.dropout = rank, alpha / rank, dropout
         self.weight = nn.Parameter(linear.weight, requires_grad=False)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias, requires_grad=False)
-        place = {"device": linear.weight.device, "dtype": torch.float32}
-        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, **place))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, **place))
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         x_ti = x.reshape(-1, self.in_features)

@@ -55,9 +55,9 @@ def _times_row(x: Tensor, row: Tensor) -> Tensor:
 class RMSNorm(nn.Module):
     """Takes over ``norm``'s weight. ``offset`` is 1 for the families that store weight − 1 (Gemma), else 0."""
 
-    def __init__(self, norm: nn.Module, eps: float, offset: float) -> None:
+    def __init__(self, norm: Any, eps: float, offset: float) -> None:
         super().__init__()
-        self.weight = norm.weight
+        self.weight: nn.Parameter = norm.weight
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:

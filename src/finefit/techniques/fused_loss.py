@@ -5,13 +5,13 @@ applied. Exact: the same sum in another order. Declines label smoothing.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout
 from .base import NotAsPlanned, Technique
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from ..ledger import Ledger
     from ..run import MicroBatch, Run
@@ -31,7 +31,7 @@ class FusedLoss(Technique):
     def apply(self, run: "Run") -> None:
         run.loss = self.loss
 
-    def loss(self, model: "nn.Module", hidden_bsh: "Tensor", batch: "MicroBatch") -> "Tensor":
+    def loss(self, model: Any, hidden_bsh: "Tensor", batch: "MicroBatch") -> "Tensor":
         import torch
 
         from ..nn.chunked_loss import ChunkedCrossEntropy

@@ -1,0 +1,38 @@
+# make lists what there is. Every target starts from nothing: .venv is made or brought up to date first.
+PYTHON ?= python3
+BOOT = $(PYTHON) scripts/bootstrap.py
+RUN = .venv/bin
+export GOMP_SPINCOUNT ?= 0
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test check bench clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: ## fine-tune SmolLM2-135M-Instruct on this machine, from nothing, and show what came out
+	@$(BOOT) train
+	@sh scripts/demo.sh
+
+test: ## all tests
+	@$(BOOT) train test
+	$(RUN)/python -m pytest
+
+check: ## format, lint, types, import contract, size budget
+	@$(BOOT) train test check
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports --no-logo
+	$(RUN)/python scripts/torch_free.py
+	$(RUN)/python scripts/budget.py
+
+bench: ## measure finefit's own run on the benchmark's job (writes benchmarks/results)
+	@$(BOOT) train test
+	@sh scripts/bench.sh
+
+clean: ## remove .venv and everything built or cached here; runs stay
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

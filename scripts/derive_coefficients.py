@@ -1,0 +1,45 @@
+"""Derive the coefficient files that ship with finefit: every family of the catalogue, the graphs the planner chooses.
+
+    python scripts/derive_coefficients.py [FAMILY ...]
+
+Takes about a minute a family. Each graph is checked against a second trace at other sizes before it is written.
+"""
+
+import sys
+
+from finefit import catalog, coefficients
+from finefit.layout import Micro
+from finefit.search import rewrite
+from finefit.spec import ModelSpec
+from finefit.techniques import FusedLoss, FusedOps, Lora, Precision, Technique
+from finefit.trace import main as trace
+
+KINDS = ("bf16", "bf16_mixed", "fp32")
+
+
+def keys_of(spec: ModelSpec) -> set[str]:
+    """Graphs of a model: each method and precision with what the planner always uses, and the plain step."""
+    micro = Micro(1, 1, 1)
+    found: list[list[Technique]] = []
+    for kind in KINDS:
+        for method in ([], [Lora(1)]):
+            found.append([Precision(kind), *method, FusedOps(), FusedLoss(1)])
+    found.append([Precision("fp32")])
+    graphs = {coefficients.key_of(rewrite(spec, micro, techniques)) for techniques in found}
+    return {f"{graph} {blocks}" for graph in graphs for blocks in ("plain", "checkpointed")}
+
+
+def main() -> None:
+    wanted: dict[str, set[str]] = {}
+    for model in catalog.models():
+        spec = ModelSpec.from_config(model.config, model.name)
+        wanted.setdefault(spec.family, set()).update(keys_of(spec))
+    for family in sys.argv[1:] or sorted(wanted):
+        path = coefficients.SHIPPED / f"{family}.json"
+        path.unlink(missing_ok=True)
+        trace(family, str(path), *sorted(wanted[family]))
+        print(family, len(wanted[family]), "graphs,", path.stat().st_size, "bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Two threads, caches of their own, traces made in this process: nothing is left in the user's folders."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "2"  # before torch is imported: results of products depend on it
+os.environ["GOMP_SPINCOUNT"] = "0"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+
+from finefit import coefficients
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory):
+    """An empty cache for the whole session."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def traced_in_process(cache_folder):
+    """What is not shipped is traced here, once, rather than in a subprocess; gives the real ``derive``."""
+    real = coefficients.derive
+
+    def derive(family: str, keys: list[str], into: Path | None = None) -> None:
+        from finefit import trace
+
+        file = into or coefficients._cache(family)
+        graphs = json.loads(file.read_text())["graphs"] if file.is_file() else {}
+        for key in keys:
+            techniques, flags = trace._of_key(key)
+            sizes = trace._fitting(family, trace.MARKERS)
+            ledger = trace.traced(trace.config_for(family, sizes, flags), techniques(sizes), sizes)
+            graphs[key] = trace.variants(trace.sections(ledger, sizes))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"graphs": graphs}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coefficients, "derive", derive)
+        yield real
+
+
+@pytest.fixture(scope="session")
+def model_folder():
+    """SmolLM2-135M-Instruct, or a skip."""
+    default = Path.home() / ".cache" / "finefit" / "models" / "SmolLM2-135M-Instruct"
+    folder = Path(os.environ.get("FINEFIT_MODEL", default))
+    if not (folder / "config.json").is_file():
+        pytest.skip("needs SmolLM2-135M-Instruct: set FINEFIT_MODEL to its folder")
+    return folder

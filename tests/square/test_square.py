@@ -1,0 +1,186 @@
+"""The law: bytes counted after ``apply`` on the real model equal bytes counted after ``rewrite`` on paper.
+
+For every technique alone and every pair, in every precision: parameters, gradients and optimizer states of the real
+run after a step; and what lives at the highest point of each moment, as the ledger sees it on real tensors. Bytes of
+the input are left out (the paper half does not count the rotary frequencies and what padding expands), and the norms
+of clipping are counted by the tensor: a few bytes.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tiny import config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
+
+from finefit import predict
+from finefit.techniques import (
+    TECHNIQUES,
+    Accumulation,
+    Checkpointing,
+    Clipping,
+    FusedLoss,
+    FusedOps,
+    Lora,
+    Packing,
+    Precision,
+)  # fmt: skip
+
+KINDS = ("fp32", "bf16", "bf16_mixed")
+ONE_OF_EACH = (
+    Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32), Accumulation(2, most_steps=2), Clipping(0.5),
+)  # fmt: skip
+SETS = [
+    (),
+    *((t,) for t in ONE_OF_EACH),
+    *itertools.combinations(ONE_OF_EACH, 2),
+]
+MOMENTS = ("forward_end", "loss", "backward_peak", "optimizer_step")
+NORMS = 8  # bytes: scalars of the global norm that are not one a gradient
+
+
+def names(techniques):
+    return "+".join(t.name for t in techniques) or "plain"
+
+
+def at_rest(run):
+    """Bytes of distinct storages by component, counted on the tensors themselves."""
+    states = [t for state in run.optimizer.state.values() for t in state.values()]
+    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    owners = {"parameter": list(run.model.parameters()), "gradient": gradients, "optimizer_state": states}
+    return {
+        component: sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        for component, tensors in owners.items()
+    }
+
+
+def differences(ledger, footprint):
+    """Predicted − measured bytes at each moment, input apart."""
+    seen, said = ledger.moments(), footprint.moments
+    return {
+        moment: sum(n - seen[moment].get(c, 0) for c, n in {**dict.fromkeys(seen[moment], 0), **said[moment]}.items()
+                    if c != "input")
+        for moment in MOMENTS
+    }  # fmt: skip
+
+
+def assert_square(techniques, config=None, lengths=(128, 128), micro_steps=1):
+    config = config or config_of()
+    run = run_of(techniques, config)
+    batch = run.collate(examples_of(lengths))
+    ledger = measured(run, batch, micro_steps)
+    assert predict.states(layout_for(config, techniques, batch)) == at_rest(run)
+    off = differences(ledger, predicted(config, techniques, batch, micro_steps))
+    assert {m: off[m] for m in MOMENTS[:3]} == {"forward_end": 0, "loss": 0, "backward_peak": 0}
+    assert abs(off["optimizer_step"]) <= NORMS
+
+
+def test_every_technique_is_in_the_square():
+    assert set(TECHNIQUES) == {Precision, *(type(t) for t in ONE_OF_EACH)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("techniques", SETS, ids=names)
+def test_square(techniques, kind):
+    steps = next((t.most_steps for t in techniques if isinstance(t, Accumulation)), 1)
+    assert_square((Precision(kind), *techniques), micro_steps=steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_square_of_checkpointed_beside_plain_blocks(blocks, kind):
+    assert_square((Precision(kind), Packing(), Checkpointing(blocks)), micro_steps=2)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("blocks", [0, 1, 3, 4])
+def test_square_of_what_a_plan_uses(blocks, micro_steps):
+    """Everything on, as ``search`` does, with dropout, in bf16."""
+    checkpointing = [Checkpointing(blocks)] if blocks else []
+    used = (Precision("bf16"), Lora(4, dropout=0.1), FusedOps(), Packing(), FusedLoss(32), Clipping(), *checkpointing)
+    assert_square(used, micro_steps=micro_steps)
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [(Lora(4, dropout=0.1),), (Lora(3, targets=("q_proj", "v_proj")), FusedOps()), (FusedOps(), FusedLoss(32))],
+    ids=["dropout", "some targets", "fused"],
+)
+def test_square_of_an_untied_head(techniques):
+    assert_square((Precision("bf16_mixed"), *techniques), config_of(tie_word_embeddings=False))
+
+
+def test_square_of_projections_with_biases():
+    config = config_of(attention_bias=True, mlp_bias=True)
+    assert_square((Precision("fp32"), Lora(4), FusedOps(), FusedLoss(32)), config)
+
+
+@pytest.mark.parametrize("depth", [2, 7])
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_square_at_any_depth(depth, blocks):
+    checkpointing = [Checkpointing(blocks)] if blocks else []
+    techniques = (Precision("fp32"), FusedOps(), FusedLoss(32), *checkpointing)
+    assert_square(techniques, config_of(num_hidden_layers=depth))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"])
+def test_square_of_every_family(name):
+    """A window shorter than the sequence makes two rows of indices that no trace has: under by 16 bytes a row."""
+    config = family_config(name)
+    techniques = (Precision("bf16_mixed"), Lora(4), FusedOps(), Packing(), FusedLoss(32))
+    run = run_of(techniques, config)
+    batch = run.collate(examples_of((128, 128)))
+    ledger = measured(run, batch)
+    assert predict.states(layout_for(config, techniques, batch)) == at_rest(run)
+    off = differences(ledger, predicted(config, techniques, batch))
+    windows = 16 * 128 if config.sliding_window else 0
+    assert off["forward_end"] in (0, -windows)
+    assert off["loss"] == off["backward_peak"] == 0
+
+
+def test_one_block_is_predicted_over_by_a_hidden_state_at_most():
+    """The trace has a first and a last block: where they are one, a gradient between them is counted and not there."""
+    config, techniques = config_of(num_hidden_layers=1), (Precision("fp32"), FusedOps(), FusedLoss(32))
+    run = run_of(techniques, config)
+    batch = run.collate(examples_of((128, 128)))
+    off = differences(measured(run, batch), predicted(config, techniques, batch))
+    assert {m: off[m] for m in MOMENTS[:3]} == {"forward_end": 0, "loss": 0, "backward_peak": 256 * 64 * 4}
+
+
+@pytest.mark.parametrize("lengths", [(128,), (256, 128, 7), (100, 60, 60), (384, 1)], ids=str)
+def test_square_at_other_lengths(lengths):
+    """Exact where the longest sequence is one block of queries or a multiple of 128."""
+    assert_square((Precision("bf16"), Lora(4), FusedOps(), FusedLoss(32), Packing()), lengths=lengths)
+
+
+@pytest.mark.parametrize("lengths", [(300,), (129, 128), (255, 3)], ids=str)
+def test_prediction_is_never_low_where_a_last_block_of_queries_is_not_full(lengths):
+    """The paper half takes 128 rows against all keys of the longest: over by at most such a block's few copies."""
+    techniques = (Precision("fp32"), FusedOps(), FusedLoss(32), Packing())
+    run = run_of(techniques)
+    batch = run.collate(examples_of(lengths))
+    off = differences(measured(run, batch), predicted(config_of(), techniques, batch))
+    rest = micro_of(batch).longest % 128
+    a_block = 4 * run.model.config.num_attention_heads * 128 * (128 + rest)
+    assert all(0 <= n_bytes <= 4 * a_block for n_bytes in off.values())
+
+
+def test_a_technique_that_lies_on_paper_is_caught():
+    """The square can fail: a rewrite that forgets half of the adapters is off by exactly their bytes."""
+
+    run = run_of((Lora(4),))
+    batch = run.collate(examples_of((8,)))
+    measured(run, batch)
+    told = layout_for(config_of(), (Precision("fp32"), Lora(4)), batch)
+    forgetful = dataclasses.replace(told, groups=tuple(g for g in told.groups if not g.name.endswith("lora_B")))
+    said = predict.states(forgetful)
+    adapters = sum(p.numel() for name, p in run.model.named_parameters() if name.endswith("lora_B"))
+    assert at_rest(run)["gradient"] - said["gradient"] == 4 * adapters
+
+
+def test_bytes_of_states_do_not_depend_on_the_batch():
+    layouts = [layout_for(config_of(), (Precision("bf16"), Lora(4)), run_of((Lora(4),)).collate(examples_of(lengths)))
+               for lengths in ((8,), (64, 64))]  # fmt: skip
+    assert predict.states(layouts[0]) == predict.states(layouts[1])
+    assert layouts[0].micro != layouts[1].micro
+    assert torch.get_num_threads() == 2

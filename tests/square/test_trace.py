@@ -1,0 +1,197 @@
+"""Polynomials of sizes and the trace that makes them: exact at any sizes, and loud where they are not."""
+
+import copy
+import json
+import random
+
+import pytest
+from tiny import config_of, examples_of, layout_for
+
+from finefit import coefficients, trace
+from finefit.errors import EngineError
+from finefit.poly import dominates, plus, times, value
+from finefit.techniques import Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
+from finefit.techniques.packing import packed
+
+# Independent sizes respecting what always holds: T ≥ S ≥ Q, T ≥ L ≥ C, f ≥ h ≥ r, V ≥ h, n a multiple of m.
+BY_HAND = {"T": 257, "S": 256, "Q": 128, "L": 62, "C": 31, "h": 105, "n": 15, "m": 3, "d": 22, "f": 176, "V": 211}
+
+
+def random_sizes(rng):
+    s, labelled = rng.randint(1, 900), rng.randint(1, 400)
+    tokens = max(s, labelled, rng.randint(1, 2000))
+    h, m = rng.randint(1, 300), rng.randint(1, 6)
+    given = {
+        "S": s, "Q": rng.randint(1, s), "L": labelled, "C": rng.randint(1, labelled), "T": tokens,
+        "h": h, "r": rng.randint(1, h), "f": rng.randint(h, 3 * h), "V": rng.randint(h, 5 * h),
+        "m": m, "n": m * rng.randint(1, 5), "d": rng.randint(1, 64),
+    }  # fmt: skip
+    return {**trace.derived(given), "P": rng.randint(1, 50)}
+
+
+def random_poly(rng, symbols="TSQLChqkfnmgdVr"):
+    words = ("*".join(sorted(rng.choices(symbols, k=rng.randint(0, 3)))) for _ in range(rng.randint(1, 5)))
+    return {word: rng.randint(1, 6) for word in words}
+
+
+def test_value_of_a_polynomial():
+    assert value({"T*h": 2, "C*V": 4, "": 8}, BY_HAND) == 2 * 257 * 105 + 4 * 31 * 211 + 8
+    assert value({}, BY_HAND) == 0
+
+
+def test_heads_times_head_size_are_a_width():
+    assert times({"T*n": 1}, {"d": 1}) == {"T*q": 1}
+    assert times({"d": 3}, {"T*m": 1}) == {"T*k": 3}
+    assert times(times({"g": 2}, {"m": 1}), {"T*d": 1}) == {"T*q": 2}
+
+
+def test_a_sum_has_no_zero_terms():
+    assert plus({"T*h": 2, "h": 1}, {"T*h": 2}, -1) == {"h": 1}
+    assert plus({"T": 3}, {"T": 3}, -1) == {}
+
+
+def test_sums_and_products_are_those_of_their_values():
+    rng = random.Random(0)
+    for _ in range(300):
+        a, b, sizes = random_poly(rng), random_poly(rng), random_sizes(rng)
+        assert value(a, sizes) + value(b, sizes) == value(plus(a, b), sizes)
+        assert value(a, sizes) * value(b, sizes) == pytest.approx(value(times(a, b), sizes), rel=1e-12)
+
+
+def test_a_dominated_polynomial_is_never_larger():
+    rng = random.Random(1)
+    found = 0
+    for _ in range(4000):
+        a, b = random_poly(rng, "TSQLChfqk"), random_poly(rng, "TSQLChfqk")
+        if not dominates(a, b):
+            continue
+        found += 1
+        for _ in range(20):
+            sizes = random_sizes(rng)
+            assert value(a, sizes) >= value(b, sizes), (a, b, sizes)
+    assert found > 100
+
+
+@pytest.mark.parametrize(
+    ("larger", "smaller", "certain"),
+    [
+        ({"T*h": 4}, {"T*h": 4}, True),
+        ({"T*h": 4}, {"T*h": 2, "S*h": 2}, True),
+        ({"T*f": 1}, {"T*h": 1}, True),
+        ({"T*V": 1}, {"T*f": 1}, False),
+        ({"T*h": 4}, {"T*h": 2, "T*f": 1}, False),
+        ({"S*Q": 1}, {"T": 1}, False),
+        ({"T*h": 1}, {"T*h": 1, "": 1}, False),
+    ],
+)  # fmt: skip
+def test_dominance_is_certain_or_not_claimed(larger, smaller, certain):
+    assert dominates(larger, smaller) == certain
+
+
+def test_landmarks_left_out_are_nowhere_the_highest():
+    rng = random.Random(2)
+    for _ in range(60):
+        marks = [{"activation": random_poly(rng, "TSQh"), "temporary": random_poly(rng, "TSQf")} for _ in range(8)]
+        kept = trace._undominated(marks)
+        assert kept
+        for _ in range(20):
+            sizes = random_sizes(rng)
+            tops = [max(value(trace._total(mark), sizes) for mark in some) for some in (marks, kept)]
+            assert tops[0] == tops[1]
+
+
+EVERYTHING = "bf16 lora dropout fused_ops fused_loss tied checkpointed"
+
+
+def everything(sizes):
+    return (
+        Precision("bf16"), Lora(sizes["r"], dropout=0.1), FusedOps(), Packing(), FusedLoss(sizes["C"]), Clipping(),
+        Checkpointing(trace.BLOCKS),
+    )  # fmt: skip
+
+
+def ledger_at(sizes):
+    return trace.traced(trace.config_for("llama", sizes, {"tie_word_embeddings": True}), everything(sizes), sizes)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return trace.variants(trace.sections(ledger_at(trace.MARKERS), trace.MARKERS))
+
+
+def test_a_trace_holds_at_other_sizes(found):
+    sizes = {**trace.MARKERS, "T": 650, "S": 512, "L": 33, "C": 11, "h": 48, "n": 6, "d": 20, "f": 200, "V": 97, "r": 3}
+    trace.check(found, ledger_at(sizes), sizes)
+
+
+def test_a_trace_read_at_wrong_sizes_fails(found):
+    ledger = ledger_at(trace.OTHERS)
+    trace.check(found, ledger, trace.OTHERS)
+    for symbol in ("T", "h", "f", "V", "r"):
+        with pytest.raises(AssertionError, match="bytes by a second trace"):
+            trace.check(found, ledger, {**trace.OTHERS, symbol: trace.OTHERS[symbol] + 1})
+
+
+def test_a_wrong_coefficient_fails(found):
+    wrong = copy.deepcopy(found)
+    block = next(s for s in wrong if s["name"] == "forward 1")
+    block["end"]["activation"]["T*h"] += 2
+    with pytest.raises(AssertionError, match="forward 1"):
+        trace.check(wrong, ledger_at(trace.OTHERS), trace.OTHERS)
+
+
+def test_sizes_that_two_symbols_share_are_refused():
+    with pytest.raises(AssertionError, match="share a size"):
+        trace._Reader({**trace.MARKERS, "P": 45, "f": trace.MARKERS["h"]})
+
+
+def test_a_size_no_symbol_explains_is_an_error(found):
+    reader = trace._Reader({**trace.MARKERS, "P": 45})
+    with pytest.raises(ValueError, match="a size of 12345679"):
+        reader._dimension(12345679)
+
+
+def test_every_later_micro_batch_has_its_own_variant(found):
+    """Of a section of the first micro-batch there is one of the second; what follows both is neither's."""
+    blocks = [(s["name"], s["again"]) for s in found if s["name"].startswith("forward ")]
+    assert sorted(name for name, again in blocks if again) == sorted(name for name, again in blocks if not again)
+    assert {None} == {s["again"] for s in found if s["name"] == "optimizer"}
+
+
+def test_blocks_in_the_middle_are_alike(found):
+    """What the walk repeats for every depth must not differ from the last block's forward."""
+    ends = {s["name"]: s["end"] for s in found if s["again"] is False}
+    assert ends["forward 1"] == ends["forward 2"]
+
+
+SHIPPED = coefficients.SHIPPED / "llama.json"
+
+
+@pytest.mark.parametrize("last", ["plain", "checkpointed"])
+def test_shipped_coefficients_are_what_a_trace_gives(last):
+    if not SHIPPED.is_file():
+        pytest.skip("no coefficients are shipped yet")
+    shipped = json.loads(SHIPPED.read_text())
+    key = next(key for key in shipped["graphs"] if key.startswith("bf16 lora") and key.endswith(last))
+    assert shipped["graphs"][key] == json.loads(json.dumps(trace.graph("llama", key)))
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return layout_for(config_of(), (Precision("fp32"), FusedOps(), FusedLoss(8)), packed(examples_of((16,))))
+
+
+def test_a_subprocess_derives_what_this_process_does(traced_in_process, layout, tmp_path):
+    key = "fp32 fused_ops fused_loss tied plain"
+    traced_in_process("llama", [key], tmp_path / "llama.json")
+    graphs = json.loads((tmp_path / "llama.json").read_text())["graphs"]
+    assert {key: coefficients.sections_for(layout, "plain")} == graphs
+
+
+def test_what_cannot_be_traced_says_why(traced_in_process, tmp_path):
+    with pytest.raises(EngineError, match="a nonesuch model could not be traced"):
+        traced_in_process("nonesuch", ["fp32 tied plain"], tmp_path / "nonesuch.json")
+
+
+def test_coefficients_are_read_once(layout):
+    assert coefficients.sections_for(layout, "plain") is coefficients.sections_for(layout, "plain")
