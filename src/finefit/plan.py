@@ -30,6 +30,8 @@ class Plan:
     model: str
     hardware: str
     method: str
+    global_batch_size: int
+    """Examples of one optimizer step."""
     micro_batch_size: int
     gradient_accumulation_steps: int
     techniques: tuple[Technique, ...]
@@ -48,7 +50,7 @@ class Plan:
         return {
             "version": VERSION,
             "model": self.model, "hardware": self.hardware, "method": self.method,
-            "micro_batch_size": self.micro_batch_size,
+            "global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "techniques": [{**t.to_json(), "says": t.describe()} for t in self.techniques],
             "predicted": self.predicted.to_json(),
@@ -98,6 +100,7 @@ def diff(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
         ("model", a.model, b.model),
         ("hardware", a.hardware, b.hardware),
         ("method", a.method, b.method),
+        ("global batch", str(a.global_batch_size), str(b.global_batch_size)),
         ("micro-batch", str(a.micro_batch_size), str(b.micro_batch_size)),
         ("accumulation", str(a.gradient_accumulation_steps), str(b.gradient_accumulation_steps)),
         ("budget", format_bytes(a.budget_bytes), format_bytes(b.budget_bytes)),

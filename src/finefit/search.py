@@ -181,6 +181,7 @@ def _plan(question: Question, fitting: list[Candidate], looked_at: list[Candidat
         model=question.model.name,
         hardware=question.hardware.name,
         method=question.job.method,
+        global_batch_size=question.job.global_batch_size,
         micro_batch_size=split.micro_batch_size,
         gradient_accumulation_steps=best.work.most_steps,
         techniques=best.techniques,

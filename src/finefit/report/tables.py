@@ -21,9 +21,10 @@ def facts(summary: Summary) -> Rows:
         rows.append(("trained parameters", f"{summary.trainable or 0:,} of {summary.parameters:,}{share}"))
     if method := summary.plan.get("method"):
         rows.append(("method", str(method)))
-    if summary.plan.get("micro_batch_size"):
-        accumulation = summary.plan.get("gradient_accumulation_steps", 1)
-        rows.append(("batch", f"{summary.plan['micro_batch_size']} × {accumulation} examples per step"))
+    split = next((t["says"] for t in summary.plan.get("techniques", ()) if t.get("name") == "accumulation"), "")
+    if split:
+        whole = f"{summary.plan['global_batch_size']} examples a step: " if "global_batch_size" in summary.plan else ""
+        rows.append(("batch", whole + split))
     if hardware := summary.hardware.get("name"):
         rows.append(("device", str(hardware)))
     if summary.losses:

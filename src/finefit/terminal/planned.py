@@ -39,10 +39,10 @@ def _head(plan: Mapping[str, Any]) -> RenderableType:
     head.add_row(Text("model", style="dim"), Text(_name(plan.get("model"))))
     head.add_row(Text("device", style="dim"), Text(_name(plan.get("hardware"))))
     head.add_row(Text("method", style="dim"), Text(str(plan.get("method", ""))))
-    micro, accumulation = plan.get("micro_batch_size"), plan.get("gradient_accumulation_steps")
-    if micro and accumulation:
-        batch = f"{micro} examples at a time, {accumulation} times a step = {int(micro) * int(accumulation)} examples"
-        head.add_row(Text("batch", style="dim"), Text(batch))
+    split = next((t["says"] for t in plan.get("techniques", ()) if t.get("name") == "accumulation"), "")
+    if split:
+        whole = f"{plan['global_batch_size']} examples a step: " if plan.get("global_batch_size") else ""
+        head.add_row(Text("batch", style="dim"), Text(whole + split))
     if plan.get("seconds_per_step"):
         speed = f"about {format_seconds(float(plan['seconds_per_step']))} a step"
         if plan.get("tokens_per_s"):

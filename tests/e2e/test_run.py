@@ -1,0 +1,241 @@
+"""The command line as a user has it, on a tiny model: plan, train, stop, kill, resume, report, and what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from runs import chat, events
+
+SHORT = ("method=lora", "lora.rank=4", "train.global_batch_size=8", "train.max_length=256", "train.learning_rate=1e-2")
+
+
+def losses(folder):
+    last = {event["step"]: event["loss"] for event in events(folder, "step")}
+    return [last[step] for step in sorted(last)]
+
+
+@pytest.fixture(scope="module")
+def whole(finefit, model, data, tmp_path_factory):
+    """An undisturbed run of 12 steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    finefit("train", model, data, *SHORT, "train.steps=12", "train.save_every=4", "name=whole", f"output_dir={folder}")
+    return folder / "whole"
+
+
+def test_training_lowers_the_held_out_loss(whole):
+    before, after = (event["loss"] for event in events(whole, "eval"))
+    assert after < 0.9 * before
+
+
+def test_run_folder_is_complete(whole):
+    names = {path.name for path in whole.iterdir()}
+    expected = {"config.yaml", "plan.json", "events.jsonl", "checkpoints", "adapter_config.json", "report.md"}
+    assert expected | {"adapter_model.safetensors"} <= names
+    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["step-000008", "step-000012"]
+
+
+def test_predicted_peak_is_the_measured_one(whole):
+    memory = events(whole, "memory")[0]
+    predicted, measured = memory["predicted"]["peak_bytes"], memory["measured"]["peak_bytes"]
+    assert abs(predicted - measured) <= 0.03 * measured
+
+
+def test_all_techniques_are_verified(whole):
+    assert all(technique["verified"] for technique in events(whole, "build")[-1]["techniques"])
+
+
+def test_adapter_loads_in_peft_with_equal_logits(whole, model):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from finefit.chat import loaded
+
+    ours, tokenizer = loaded(whole, base=False)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), whole)
+    ids = tokenizer("Count from 3.", return_tensors="pt").input_ids
+    with torch.no_grad():
+        a, b = ours.float()(ids).logits, theirs.eval()(ids).logits
+    assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_report_shows_the_example_before_and_after(finefit, whole):
+    text = finefit("report", whole, "--md").stdout
+    assert "Count from" in text
+
+
+def test_kill_9_and_resume_gives_the_same_losses_bitwise(finefit, environment, model, data, whole, tmp_path):
+    words = [*SHORT, "train.steps=12", "train.save_every=4", "name=killed", f"output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "finefit", "train", str(model), str(data), *words]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = tmp_path / "killed"
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if (folder / "events.jsonl").exists() and len(events_so_far(folder)) >= 6:
+            break
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finefit("resume", folder)
+    assert losses(folder) == losses(whole)
+
+
+def events_so_far(folder):
+    """Steps in a log that may end in half a line."""
+    text = (folder / "events.jsonl").read_text()
+    return [line for line in text.splitlines() if '"event": "step"' in line or '"event":"step"' in line]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(environment, finefit, model, data, whole, tmp_path):
+    words = [*SHORT, "train.steps=12", "train.save_every=4", "name=stopped", f"output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "finefit", "train", str(model), str(data), *words]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder = tmp_path / "stopped"
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if (folder / "events.jsonl").exists() and events_so_far(folder):
+            process.send_signal(signal.SIGINT)
+            break
+        time.sleep(0.002)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert f"finefit resume {folder}" in said
+    finefit("resume", folder)
+    assert losses(folder) == losses(whole)
+
+
+def test_damaged_checkpoint_is_passed_over_with_a_warning(finefit, whole, tmp_path):
+    import shutil
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(whole, folder)
+    newest = folder / "checkpoints" / "step-000012" / "adapter_model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    finefit("resume", folder)
+    said = " ".join(event["message"] for event in events(folder, "warn"))
+    assert "step-000012 is damaged" in said and "resumed after step 8" in said
+    assert losses(folder) == losses(whole)
+
+
+def test_plan_file_is_obeyed(finefit, model, data, tmp_path):
+    plan = tmp_path / "plan.json"
+    settings = (*SHORT, "memory.checkpointing=3", "memory.micro_batch_tokens=300", "train.steps=2")
+    finefit("plan", model, data, *settings, "-o", plan)
+    finefit("train", model, data, *SHORT, "train.steps=2", "--plan", plan, "name=planned", f"output_dir={tmp_path}")
+    techniques = {t["name"]: t for t in events(tmp_path / "planned", "plan")[0]["plan"]["techniques"]}
+    assert techniques["checkpointing"]["blocks"] == 3
+    assert techniques["accumulation"]["micro_batch_tokens"] == 300
+
+
+def test_plan_diff_names_what_differs(finefit, model, tmp_path):
+    for name, blocks in (("a.json", 1), ("b.json", 4)):
+        finefit("plan", model, *SHORT, f"memory.checkpointing={blocks}", "-o", tmp_path / name)
+    text = finefit("plan", "--diff", tmp_path / "a.json", tmp_path / "b.json").stdout
+    assert "checkpointing" in text and "peak" in text
+
+
+def test_full_fine_tuning_saves_a_model_transformers_loads(finefit, model, data, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    finefit("train", model, data, "method=full", "train.steps=2", "name=full", f"output_dir={tmp_path}")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    moved = [not torch.equal(a, b) for a, b in zip(loaded.parameters(), base.parameters(), strict=True)]
+    assert all(moved)
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+BAD_DATA = {
+    "empty file": ([], "has no rows"),
+    "invalid JSON": ([chat("a", "b"), '{"messages": ['], ":2"),
+    "wrong role order": ([{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}], "user"),
+    "nothing trained": ([{"messages": [{"role": "user", "content": "a"}]}], "assistant"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data_is_one_message(finefit, model, tmp_path, case):
+    rows, expected = BAD_DATA[case]
+    path = write(tmp_path / "bad.jsonl", *rows)
+    said = finefit("train", model, path, "method=lora", f"output_dir={tmp_path}", expect=2).stderr
+    assert said.startswith(f"error: {path}") and expected in said and "Traceback" not in said
+
+
+def test_too_long_can_be_an_error(finefit, model, tmp_path):
+    path = write(tmp_path / "long.jsonl", chat("a", "b"), chat("x" * 400, "y"))
+    words = ("train.max_length=100", "train.too_long=error", "method=lora")
+    said = finefit("train", model, path, *words, f"output_dir={tmp_path}", expect=2).stderr
+    assert f"{path}:2" in said
+
+
+def bad(words, expected):
+    return pytest.param(words, expected, id=expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        bad(["train.stpes=3"], "did you mean 'train.steps'?"),
+        bad(["rank=3"], "lora.rank"),
+        bad(["train.steps=many"], "train.steps"),
+        bad(["memory.budget=lots"], "8GiB"),
+        bad(["lora.targets=q_prj", "method=lora"], "did you mean 'q_proj'?"),
+        bad(["memory.checkpointing=9", "method=lora"], "the model has 4"),
+        bad(["memory.micro_batch_size=99", "method=lora"], "global batch"),
+        bad(["memory.budget=300KiB", "method=lora"], "largest part"),
+    ],
+)
+def test_bad_settings_are_one_message(finefit, model, data, tmp_path, words, expected):
+    said = finefit("train", model, data, *words, f"output_dir={tmp_path}", expect=2).stderr
+    assert said.startswith("error: ") and expected in said and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_key_in_a_file_has_its_place(finefit, tmp_path):
+    path = write(tmp_path / "run.yaml", "model: m", "train:", "  learning_rte: 1")
+    assert f"{path}:3:3: unknown key 'train.learning_rte'" in finefit("train", path, expect=2).stderr
+
+
+def test_missing_names_are_one_message(finefit, model, data, tmp_path):
+    assert "SmolLM2-135M-Instruct" in finefit("plan", "SmolLM2-135M-Instrct", expect=2).stderr
+    close = data.with_name("chat.jsonl")
+    assert "chats.jsonl" in finefit("train", model, close, expect=2).stderr
+    assert "no run" in finefit("resume", tmp_path, expect=2).stderr
+
+
+def test_model_folder_without_weights(finefit, model, data, tmp_path):
+    (tmp_path / "m").mkdir()
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
+    said = finefit("train", tmp_path / "m", data, "method=lora", f"output_dir={tmp_path}", expect=2).stderr
+    assert "no safetensors weights" in said and "Traceback" not in said
+
+
+def test_unknown_architecture(finefit, model, data, tmp_path):
+    (tmp_path / "m").mkdir()
+    for path in model.iterdir():
+        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "model_type": "llamma"}))
+    said = finefit("train", tmp_path / "m", data, "method=lora", f"output_dir={tmp_path}", expect=2).stderr
+    assert "llamma" in said and "Traceback" not in said
+
+
+def test_plan_is_quick_and_torch_free(environment):
+    code = (
+        "import sys, time; t = time.perf_counter(); sys.argv = ['finefit', 'plan', 'meta-llama/Llama-3.1-8B', '--gpu', "
+        "'RTX 4090', '--method', 'lora'];\nfrom finefit.cli import main\ntry:\n main()\nexcept SystemExit as e:\n "
+        "assert not e.code, e.code\nassert 'torch' not in sys.modules\nprint('SECONDS', time.perf_counter() - t)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout.rpartition("SECONDS")[2]) < 0.7

@@ -1,0 +1,149 @@
+"""The rehearsal measures what the plan predicts, notices what is not as planned, and leaves no trace."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny import config_of, examples_of, micro_of, predicted, run_of, spec_of
+
+from finefit.layout import layout_of
+from finefit.rehearse import check_blind, rehearse
+from finefit.run import padded, plain_loss
+from finefit.techniques import (
+    Accumulation,
+    Checkpointing,
+    Clipping,
+    FusedLoss,
+    FusedOps,
+    Lora,
+    NotAsPlanned,
+    Packing,
+    Precision,
+    Unsuitable,
+)
+
+USED = (
+    Precision("bf16"), Lora(4, dropout=0.1), FusedOps(), Packing(), Checkpointing(2), FusedLoss(32),
+    Accumulation(3, most_steps=2), Clipping(),
+)  # fmt: skip
+
+
+def snapshot(run):
+    states = [t for state in run.optimizer.state.values() for t in state.values()]
+    return [t.clone() for t in (*run.model.parameters(), *states)]
+
+
+def test_a_rehearsal_measures_what_was_predicted():
+    run = run_of(USED)
+    worst = examples_of((128, 128, 64))
+    found = rehearse(run, worst, examples_of((9, 12), seed=1), USED, 5)
+    said = predicted(config_of(), USED, run.collate(worst), 2)
+    assert (found.witness, said.witness) == ("measured", "predicted")
+    assert found.peak_moment == said.peak_moment
+    for moment in ("forward_end", "loss", "backward_peak", "optimizer_step"):
+        for component in ("parameter", "gradient", "optimizer_state", "activation"):
+            assert found.moments[moment].get(component, 0) == said.moments[moment].get(component, 0)
+        # but for the rotary frequencies, and a few norms of single gradients
+        assert abs(found.at(moment) - said.at(moment)) <= 4 * config_of().head_dim + 8
+
+
+def test_a_rehearsal_leaves_no_trace():
+    run = run_of(USED)
+    before, drawn = snapshot(run), torch.get_rng_state()
+    rates = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
+    rehearse(run, examples_of((60, 20)), examples_of((9, 12)), USED, 2)
+    assert all(torch.equal(was, now) for was, now in zip(before, snapshot(run), strict=True))
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(p.grad is None for p in run.model.parameters())
+    assert [decay for _, decay in rates] == [group["weight_decay"] for group in run.optimizer.param_groups]
+
+
+def test_weight_decay_does_not_move_weights_in_a_rehearsal():
+    run = run_of((Precision("fp32"), Packing()))
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = 0.3
+    before = snapshot(run)
+    rehearse(run, examples_of((30,)), [], (Precision("fp32"), Packing()), 1)
+    assert all(torch.equal(was, now) for was, now in zip(before, snapshot(run), strict=True))
+    assert {0.3} == {group["weight_decay"] for group in run.optimizer.param_groups}
+
+
+def test_a_trained_adapter_with_dropout_passes_the_rehearsal():
+    """The neighbour check compares two forward passes: dropout must not differ between them."""
+    run = run_of(USED)
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    rehearse(run, examples_of((60, 20)), examples_of((9, 12)), USED, 2)
+    assert run.model.training
+
+
+@pytest.mark.parametrize("collate", ["packed", "padded"])
+def test_examples_are_blind_to_each_other(collate):
+    run = run_of((Packing(),) if collate == "packed" else ())
+    check_blind(run, examples_of((20, 14)))
+
+
+def test_a_neighbour_that_is_seen_is_noticed():
+    run = run_of((Packing(),))
+
+    def open_doors(examples, packed=run.collate):
+        batch = packed(examples)
+        return dataclasses.replace(batch, bounds=(0, batch.bounds[1] - 1, batch.bounds[-1]))
+
+    run.collate = open_doors
+    with pytest.raises(NotAsPlanned, match="with its neighbour"):
+        check_blind(run, examples_of((20, 14)))
+
+
+def undo_precision(run):
+    run.model.get_input_embeddings().to(torch.float32)
+
+
+def undo_fused_ops(run):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    run.model.get_decoder().norm = LlamaRMSNorm(64).bfloat16().requires_grad_(False)
+
+
+def undo_packing(run):
+    run.collate = padded
+
+
+def undo_checkpointing(run):
+    block = run.model.get_decoder().layers[0]
+    block.forward = type(block).forward.__get__(block)
+
+
+def undo_fused_loss(run):
+    run.loss = plain_loss
+
+
+def undo_lora(run):
+    run.model.get_decoder().layers[1].mlp.up_proj.lora_A.requires_grad_(False)
+
+
+def thaw_base(run):
+    run.model.get_decoder().norm.weight.requires_grad_(True)
+
+
+UNDONE = {
+    "precision": undo_precision, "fused_ops": undo_fused_ops, "packing": undo_packing,
+    "checkpointing": undo_checkpointing, "fused_loss": undo_fused_loss, "lora": undo_lora,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*UNDONE, "thawed base"])
+def test_what_does_not_run_as_planned_is_named(name):
+    run = run_of(USED)
+    {**UNDONE, "thawed base": thaw_base}[name](run)
+    with pytest.raises(NotAsPlanned) as caught:
+        rehearse(run, examples_of((80, 60)), [], USED, 2)
+    assert str(caught.value).startswith("lora" if name == "thawed base" else name)
+
+
+def test_more_blocks_to_checkpoint_than_there_are_is_unsuitable():
+    batch = padded(examples_of((8,)))
+    with pytest.raises(Unsuitable, match="5 blocks to checkpoint, the model has 4"):
+        Checkpointing(5).rewrite(layout_of(spec_of(config_of()), micro_of(batch)))
