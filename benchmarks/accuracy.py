@@ -99,9 +99,13 @@ def picture(rows: list[dict[str, Any]]) -> str:
             x = float(left)
             for component, n_bytes in row[witness]["moments"][row[witness]["peak_moment"]].items():
                 part = n_bytes * scale
-                out.append(f'<rect x="{x:.1f}" y="{top + j * 13}" width="{part:.1f}" height="12" fill="{COLOURS[component]}"/>')
+                out.append(
+                    f'<rect x="{x:.1f}" y="{top + j * 13}" width="{part:.1f}" height="12" fill="{COLOURS[component]}"/>'
+                )
                 x += part
-            out.append(f'<text x="{x + 5:.1f}" y="{top + j * 13 + 10}" class="s">{format_bytes(row[witness]["peak_bytes"])}</text>')
+            out.append(
+                f'<text x="{x + 5:.1f}" y="{top + j * 13 + 10}" class="s">{format_bytes(row[witness]["peak_bytes"])}</text>'
+            )
     x = left
     for component in ("parameter", "gradient", "optimizer_state", "activation", "temporary"):
         out.append(f'<rect x="{x}" y="8" width="10" height="10" fill="{COLOURS[component]}"/>')
@@ -124,7 +128,9 @@ def main() -> None:
             print(f"{job}: {100 * error(rows[-1]):+.3f} %", flush=True)
     if given.only:
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
+    ).stdout.strip()
     made = {
         "commit": commit, "date": time.strftime("%Y-%m-%d"), "machine": machine(),
         "versions": {name: version(name) for name in ("torch", "transformers")}, "python": sys.version.split()[0],

@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from job import (  # noqa: E402
-    ALPHA, GLOBAL_BATCH, LEARNING_RATE, MAX_GRAD_NORM, MAX_LENGTH, RANK, SEED, _restart_with_environment,
+from job import (
+    ALPHA,
+    GLOBAL_BATCH,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    MAX_LENGTH,
+    RANK,
+    SEED,
+    _restart_with_environment,
 )  # fmt: skip
 
 
@@ -41,6 +48,7 @@ def main() -> None:
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from transformers import AutoTokenizer
 
     from finefit import models
     from finefit.build import Optimizing, optimizer_of, reset_adapters, rewritten
@@ -49,9 +57,15 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     from finefit.data.tokens import prepare
     from finefit.loop import optimizer_step
     from finefit.run import trainable
-    from transformers import AutoTokenizer
     from finefit.techniques import (
-        Accumulation, Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision,
+        Accumulation,
+        Checkpointing,
+        Clipping,
+        FusedLoss,
+        FusedOps,
+        Lora,
+        Packing,
+        Precision,
     )  # fmt: skip
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -129,7 +143,9 @@ def profiled(step: Any) -> dict[str, Any]:
     times = {e.key: e.self_cpu_time_total for e in prof.key_averages()}
     total = sum(times.values())
     shares = {
-        kind: sum(t for key, t in times.items() if any(key == name or (name[0].isupper() and name in key) for name in names))
+        kind: sum(
+            t for key, t in times.items() if any(key == name or (name[0].isupper() and name in key) for name in names)
+        )
         / total
         for kind, names in _KINDS.items()
     }

@@ -70,7 +70,9 @@ def main() -> None:
 
 def row(tool: str, speeds: list[dict[str, Any]], memory: dict[str, Any]) -> dict[str, Any]:
     rates = sorted(s["real_tokens_per_s"] for s in speeds)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
+    ).stdout.strip()
     return {
         "job": JOB, "tool": tool.partition(" ")[0], "tool_version": speeds[0]["tool_version"],
         "packages": speeds[0]["packages"], "setting": speeds[0]["setting"],

@@ -167,7 +167,9 @@ def _make_venv() -> int:
 
 def _install(extras: list[str]) -> int:
     pip = [_python(), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
-    if "train" in extras and not _has_torch(_python()):
+    if "train" in extras and _has_torch(_python()):
+        _say("torch: the one that is here already")
+    elif "train" in extras:
         words, says = choose_torch(_facts())
         _say(says)
         code = subprocess.call([*pip, *words])

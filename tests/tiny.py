@@ -128,7 +128,8 @@ def stock_loss_and_gradients(model: nn.Module, examples: Sequence[Example]) -> t
     total, count = 0.0, sum(sum(mask[1:]) for _, mask in examples)
     for ids, mask in examples:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
-        target = torch.tensor(ids[1:], dtype=torch.long).masked_fill(torch.tensor(mask[1:], dtype=torch.long) == 0, -100)
+        labelled = torch.tensor(mask[1:], dtype=torch.bool)
+        target = torch.tensor(ids[1:], dtype=torch.long).masked_fill(~labelled, -100)
         loss = nn.functional.cross_entropy(logits, target, ignore_index=-100, reduction="sum") / count
         loss.backward()
         total += loss.item()
@@ -136,7 +137,7 @@ def stock_loss_and_gradients(model: nn.Module, examples: Sequence[Example]) -> t
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest ‖difference‖ / ‖expected‖ of any tensor, and its name; both sides must have the same tensors."""
+    """The largest relative error of any tensor, and its name; both sides must have the same tensors."""
     assert found.keys() == expected.keys()
     errors = ((relative_error(found[name], expected[name]), name) for name in expected)
     return max(errors)

@@ -47,9 +47,7 @@ class Batches(Protocol):
 class FromOrder:
     """Batches of known examples: their rows in order of steps, their lengths and labelled tokens."""
 
-    def __init__(
-        self, steps: Sequence[Sequence[int]], lengths: Sequence[int], labelled: Sequence[int]
-    ) -> None:
+    def __init__(self, steps: Sequence[Sequence[int]], lengths: Sequence[int], labelled: Sequence[int]) -> None:
         self.steps, self.lengths, self.labelled = steps, lengths, labelled
 
     @property

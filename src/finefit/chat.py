@@ -14,7 +14,7 @@ from .assets import model_folder
 from .build import rewritten
 from .errors import CheckpointError, ModelError
 from .plan import load as load_plan
-from .session import tokenizer_of
+from .session import base_of, tokenizer_of
 from .techniques import Lora, Precision
 
 
@@ -28,7 +28,7 @@ def loaded(run: Path, base: bool) -> tuple[Any, Any]:
     from .config import load
 
     config, plan = load(run / "config.yaml"), load_plan(run / "plan.json")
-    folder = model_folder(config.model).folder
+    folder = base_of(run, config)
     kept = [t for t in plan.techniques if isinstance(t, Precision) or (isinstance(t, Lora) and not base)]
     if plan.method == "full" and not base:
         _result(run, adapter.MODEL)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +27,15 @@ Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yam
 @app.command()
 def plan(
     words: Words = None,
-    gpu: Annotated[str | None, typer.Option(help="plan for this device: 'RTX 4090', H100, 24GiB; default: this machine")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="plan for this device: 'RTX 4090', H100, 24GiB; default: this machine")
+    ] = None,
     budget: Annotated[str | None, typer.Option(help="memory to use: 8GiB, 80%, -1GiB, 6GiB..8GiB")] = None,
     method: Annotated[str | None, typer.Option(help="full, lora or auto")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens of the longest example")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the plan here; train --plan obeys it")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write the plan here; train --plan obeys it")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="compare two plan files: plan --diff A.json B.json")] = False,
 ) -> None:
@@ -49,7 +54,12 @@ def plan(
         from .assets import model_folder
 
         data = session.read_data(config, session.tokenizer_of(model_folder(config.model).folder))
-    made = session.make_plan(config, resolve_model(config.model), session.hardware_of(config, gpu), data)
+    made = session.make_plan(
+        config,
+        replace(resolve_model(config.model), name=session.called(config)),
+        session.hardware_of(config, gpu),
+        data,
+    )
     if output:
         made.save(output)
     if as_json:
@@ -163,11 +173,10 @@ def _show_diff(words: list[str]) -> None:
     diff_view(diff(a, b), words)
 
 
-# glibc: big blocks come from the heap and stay there (a page fault for every tensor costs a third of a CPU step), but
-# the freed top is given back; the OpenMP runtime sleeps instead of spinning, which costs 8 ms an operator on a busy
-# machine. Both are read once, when a process starts.
+# Read once, when a process starts. Idle OpenMP threads spin for a moment, then sleep: spinning on costs 8 ms an operator
+# on a busy machine, sleeping at once costs a tenth of a step on an idle one (2 cores, torch 2.13, 2026-11-29).
 _STEADY = {
-    "GOMP_SPINCOUNT": "0",
+    "GOMP_SPINCOUNT": "2000",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -29,7 +29,9 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
     except OSError as error:
-        raise CheckpointError(f"could not write: {error.strerror or error}", where=str(path), hint=_hint(error)) from error
+        raise CheckpointError(
+            f"could not write: {error.strerror or error}", where=str(path), hint=_hint(error)
+        ) from error
 
 
 def _flush(path: Path) -> None:

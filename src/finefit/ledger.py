@@ -86,9 +86,7 @@ class Ledger(TorchDispatchMode):
             self.mark(self._coming)
         index, n_bytes = len(self.entries), storage.nbytes()
         shape = tuple(tensor.shape)
-        self.entries.append(
-            Entry(n_bytes, len(self.sections) - 1, len(self.events), shape, tensor.element_size())
-        )
+        self.entries.append(Entry(n_bytes, len(self.sections) - 1, len(self.events), shape, tensor.element_size()))
         self.events.append((index, 1))
         self._live[key] = index
         weakref.finalize(storage, self._gone, key, index)

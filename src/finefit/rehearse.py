@@ -53,7 +53,9 @@ def check_blind(run: Run, pair: Sequence[Example]) -> None:
         losses = [summed_loss(run, _second_only(run.collate([one, second]), first)).item() for one in (first, changed)]
     run.model.train()
     if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):
-        raise NotAsPlanned(f"packing: an example's loss moved from {losses[0]} to {losses[1]} with its neighbour. {WHY}")
+        raise NotAsPlanned(
+            f"packing: an example's loss moved from {losses[0]} to {losses[1]} with its neighbour. {WHY}"
+        )
 
 
 def _second_only(batch: MicroBatch, first: Example) -> MicroBatch:

@@ -8,6 +8,7 @@ Of the plans that fit the fastest wins; within two per cent of it, the one that 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .batches import Batches, Uniform, Work
 from .cost import seconds_per_step
@@ -18,7 +19,16 @@ from .plan import Alternative, Plan
 from .predict import footprint
 from .spec import HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
-    Accumulation, Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision, Technique, in_order,
+    Accumulation,
+    Checkpointing,
+    Clipping,
+    FusedLoss,
+    FusedOps,
+    Lora,
+    Packing,
+    Precision,
+    Technique,
+    in_order,
 )  # fmt: skip
 from .units import Budget, format_bytes, format_seconds
 
@@ -55,16 +65,15 @@ class Question:
 def search(question: Question) -> Plan:
     """The best plan, or DoesNotFit with an argument. ``method`` auto is the first of full, lora that fits."""
     job = question.job
-    methods = ("full", "lora") if job.method == "auto" else (job.method,)
     tried: list[tuple[str, list[Candidate]]] = []
     for limit in dict.fromkeys((question.budget.aim_bytes, question.budget.limit_bytes)):
-        for method in methods:
-            asked = replace(question, job=replace(job, method=method))  # type: ignore[arg-type]
+        for wish in _by_method(job):
+            asked = replace(question, job=wish)
             candidates = list(_candidates(asked, limit))
             fitting = [c for c in candidates if c.predicted.total_bytes <= limit]
             if fitting:
-                return _plan(asked, fitting, candidates, _preface(question, tried, method, limit))
-            tried.append((method, candidates))
+                return _plan(asked, fitting, candidates, _preface(question, tried, wish.method, limit))
+            tried.append((wish.method, candidates))
     raise _does_not_fit(question, tried)
 
 
@@ -76,7 +85,8 @@ def _candidates(question: Question, limit: int) -> Iterator[Candidate]:
         fixed = depth if pinned in ("all", "true") else int(pinned)
         if fixed > depth:
             raise ConfigError(
-                f"memory.checkpointing: {fixed} blocks, the model has {depth}", hint=f"say a number up to {depth}, or all"
+                f"memory.checkpointing: {fixed} blocks, the model has {depth}",
+                hint=f"say a number up to {depth}, or all",
             )
     for size, tokens in _splits(question):
         work = question.batches.work(size, tokens, question.job.pin("packing") == "false")
@@ -267,17 +277,26 @@ def _cheapest_change(question: Question, budget: int) -> str:
     job, length = question.job, question.batches.longest
     free = replace(job, pins=tuple(p for p in job.pins if p[0] in ("max_grad_norm",)))
     changes: list[tuple[str, JobSpec, int]] = []
+    also = ""
     if free != job:
         changes.append(("leave memory.* to the plan (auto)", free, length))
+        also = "memory.* auto and "
     shorter = [length * share // 8 for share in (7, 6, 5, 4, 3, 2, 1) if length * share // 8 >= 64]
-    changes += [(f"train.max_length={n}", free, n) for n in shorter]
+    changes += [(f"{also}train.max_length={n}", free, n) for n in shorter]
     if job.method == "full":
-        changes.append(("method=lora", replace(free, method="lora"), length))
-    changes += [(f"method=lora train.max_length={n}", replace(free, method="lora"), n) for n in shorter]
+        lora = replace(free, method="lora")
+        changes.append((f"{also}method=lora", lora, length))
+        changes += [(f"{also}method=lora train.max_length={n}", lora, n) for n in shorter]
     for says, wish, longest in changes:
-        share = job.labelled_share
-        asked = replace(question, job=wish, batches=Uniform(wish.global_batch_size, longest, share))
-        needed = min(c.predicted.total_bytes for c in _candidates(asked, budget))
+        batches = Uniform(wish.global_batch_size, longest, job.labelled_share)
+        asked = [replace(question, job=one, batches=batches) for one in _by_method(wish)]
+        needed = min(c.predicted.total_bytes for one in asked for c in _candidates(one, budget))
         if needed <= budget:
             return f"{says} would fit: {format_bytes(needed)}"
     return ""
+
+
+def _by_method(job: JobSpec) -> list[JobSpec]:
+    """The wish once for each method it allows, in order of preference."""
+    methods: tuple[Literal["full", "lora"], ...] = ("full", "lora") if job.method == "auto" else (job.method,)
+    return [replace(job, method=method) for method in methods]

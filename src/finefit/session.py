@@ -3,6 +3,7 @@
 The run folder holds everything: resolved config, plan, events, checkpoints, and at its end the adapter or model.
 """
 
+import json
 import os
 import shutil
 import time
@@ -28,6 +29,7 @@ from .units import Budget, format_bytes, parse_budget
 LEARNING_RATE = {"lora": 2e-4, "full": 2e-5}
 HELD_OUT_SHARE = 20  # one of so many examples is set aside where no held-out data is named
 DEFAULT_BUDGET = "90%"
+BASE = "base.json"  # where the run's model is
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,15 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: Da
     return search(Question(model, hardware, job, batches, budget_of(config, hardware)))
 
 
+def called(config: Config) -> str:
+    """The model's name in plans and folders: the last part of what the user wrote."""
+    return config.model.rstrip("/").rpartition("/")[2]
+
+
 def run_folder(config: Config) -> Path:
     """Where the run goes: a new folder, or ConfigError when one with events is there."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    model = config.model.rstrip("/").rpartition("/")[2]
-    folder = Path(config.output_dir) / (config.name or f"{model}-{stamp}")
+    folder = Path(config.output_dir) / (config.name or f"{called(config)}-{stamp}")
     if (folder / "events.jsonl").exists():
         hint = f"finefit resume {folder} goes on with it; or give another name=…"
         raise ConfigError(f"there is a run in {folder} already", hint=hint)
@@ -150,7 +156,7 @@ def new(config: Config, plan_file: Path | None) -> Job:
     folder = run_folder(config)
     asset = model_folder(config.model)
     tokenizer = tokenizer_of(asset.folder)
-    model, data = replace(resolve_model(str(asset.folder)), name=config.model), read_data(config, tokenizer)
+    model, data = replace(resolve_model(str(asset.folder)), name=called(config)), read_data(config, tokenizer)
     hardware = hardware_of(config, None)
     plan = plans.load(plan_file) if plan_file else make_plan(config, model, hardware, data)
     if plan.model != model.name:
@@ -158,6 +164,7 @@ def new(config: Config, plan_file: Path | None) -> Job:
     check_disk(folder, plan)
     write_atomically(folder / "config.yaml", dump(config).encode())
     plan.save(folder / "plan.json")
+    write_atomically(folder / BASE, json.dumps({"folder": str(asset.folder), "says": asset.says}).encode())
     said = tuple(sentence for sentence in (asset.says, *data.store.says()) if sentence)
     return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, said)
 
@@ -168,10 +175,25 @@ def again(folder: Path) -> Job:
         hint = "a run folder has config.yaml and plan.json"
         raise CheckpointError("there is no run here", where=str(folder), hint=hint)
     config = load(folder / "config.yaml")
-    asset = model_folder(config.model)
-    tokenizer = tokenizer_of(asset.folder)
+    base = base_of(folder, config)
+    tokenizer = tokenizer_of(base)
     data, plan = read_data(config, tokenizer), plans.load(folder / "plan.json")
-    return Job(config, plan, hardware_of(config, None), data, tokenizer, asset.folder, folder)
+    return Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder)
+
+
+def base_of(folder: Path, config: Config) -> Path:
+    """The very files the run began with: another copy under the same name may differ."""
+    try:
+        noted = Path(json.loads((folder / BASE).read_text())["folder"])
+    except (OSError, ValueError, KeyError) as error:
+        hint = "the run folder is incomplete; start the run again"
+        raise CheckpointError(
+            "the run does not say which model it began with", where=str(folder / BASE), hint=hint
+        ) from error
+    if not noted.is_dir():
+        hint = f"bring the folder back, or start again with {config.model}"
+        raise CheckpointError(f"the model the run began with is gone: {noted}", where=str(folder), hint=hint)
+    return noted
 
 
 def check_disk(folder: Path, plan: Plan) -> None:

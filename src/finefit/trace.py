@@ -27,7 +27,20 @@ from .techniques import Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Pack
 BLOCKS = 3
 TRACED = ("activation", "temporary", "gradient")
 # Sizes to read symbols back from: all distinct, also in the sums and products that occur.
-MARKERS = {"T": 257, "S": 256, "Q": 128, "L": 62, "C": 31, "h": 105, "n": 15, "m": 3, "d": 22, "f": 76, "V": 211, "r": 7}
+MARKERS = {
+    "T": 257,
+    "S": 256,
+    "Q": 128,
+    "L": 62,
+    "C": 31,
+    "h": 105,
+    "n": 15,
+    "m": 3,
+    "d": 22,
+    "f": 76,
+    "V": 211,
+    "r": 7,
+}
 OTHERS = {"T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 70, "n": 10, "m": 2, "d": 14, "f": 98, "V": 331, "r": 6}
 # Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three.
 _KINDS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
@@ -112,8 +125,8 @@ def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
     """The ledger's sections with every allocation read back as symbols.
 
     What a block's forward made and a section outside the blocks frees grows with depth, and what came before the blocks
-    is freed as the first block's kind has it: it stands apart, as the section ``late <block or before> <outer section>``,
-    to be applied once for each block of that kind.
+    is freed as the first block's kind has it: it stands apart, as the section ``late <block or before> <outer>``, to be
+    applied once for each block of that kind.
     """
     gradients = sum(entry.owner == "gradient" for entry in ledger.entries)
     reader = _Reader({**sizes, "P": gradients})

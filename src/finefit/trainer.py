@@ -14,7 +14,7 @@ from . import adapter, checkpoint, evaluate, loop, models
 from .batches import FromOrder
 from .build import Optimizing, build
 from .config import Config
-from .errors import DataError
+from .errors import DataError, OutOfMemory
 from .events import EventLog, number, steps
 from .footprint import Footprint
 from .layout import Micro
@@ -26,12 +26,33 @@ from .search import rewrite
 from .session import LEARNING_RATE, Job
 from .spec import ModelSpec
 from .techniques import Accumulation, Packing
+from .units import format_bytes
 
 _UNCHANGED_LENGTH = 2  # examples used to check that packed neighbours do not see each other
 
 
 def carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     """Train by the plan; the run's status. Events tell everything that happens."""
+    try:
+        return _carry_out(job, log, resumed)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        log.write("out_of_memory", step=_last_step(job), message=str(error).splitlines()[0])
+        log.write("end", status="failed", step=_last_step(job), seconds=0.0, loss_before=None, loss_after=None)
+        predicted = format_bytes(job.plan.predicted.total_bytes)
+        raise OutOfMemory(
+            f"the device ran out of memory; the plan foresaw {predicted} of {format_bytes(job.plan.budget_bytes)}",
+            where=str(job.folder), hint="start again with a smaller memory.budget; something else may be using the memory",
+        ) from error  # fmt: skip
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has a class of its own for it; the CPU allocator only says so."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     started = time.perf_counter()
     _set_threads(job.config)
     run = _build(job, log, resumed)
@@ -59,7 +80,9 @@ def carry_out(job: Job, log: EventLog, resumed: bool) -> str:
         job.tokenizer.save_pretrained(job.folder)
     first, last = _held_out_losses(job.folder, losses)
     step = job.data.steps if status == "finished" else _last_step(job)
-    log.write("end", status=status, step=step, seconds=time.perf_counter() - started, loss_before=first, loss_after=last)
+    log.write(
+        "end", status=status, step=step, seconds=time.perf_counter() - started, loss_before=first, loss_after=last
+    )
     write_report(job.folder)
     return status
 
@@ -218,5 +241,3 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-

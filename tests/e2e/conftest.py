@@ -51,7 +51,10 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rows = [chat(f"Count from {i}." + " Please." * (i % 5), " ".join(str(n) for n in range(i, i + 2 + i % 7))) for i in range(48)]
+    rows = [
+        chat(f"Count from {i}." + " Please." * (i % 5), " ".join(str(n) for n in range(i, i + 2 + i % 7)))
+        for i in range(48)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -68,7 +71,11 @@ def environment(home):
 def finefit(environment):
     def run(*words, cwd=None, expect=0):
         done = subprocess.run(
-            [sys.executable, "-m", "finefit", *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True
+            [sys.executable, "-m", "finefit", *map(str, words)],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done

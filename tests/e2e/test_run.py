@@ -28,7 +28,7 @@ def whole(finefit, model, data, tmp_path_factory):
 
 def test_training_lowers_the_held_out_loss(whole):
     before, after = (event["loss"] for event in events(whole, "eval"))
-    assert after < 0.9 * before
+    assert after < before - 0.1
 
 
 def test_run_folder_is_complete(whole):
@@ -155,9 +155,20 @@ def write(path, *rows):
 
 
 BAD_DATA = {
-    "empty file": ([], "has no rows"),
+    "empty file": ([], "is empty"),
     "invalid JSON": ([chat("a", "b"), '{"messages": ['], ":2"),
-    "wrong role order": ([{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}], "user"),
+    "wrong role order": (
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "user", "content": "b"},
+                    {"role": "assistant", "content": "c"},
+                ]
+            }
+        ],
+        "user",
+    ),
     "nothing trained": ([{"messages": [{"role": "user", "content": "a"}]}], "assistant"),
 }
 

@@ -1,4 +1,4 @@
-"""The ledger on real tensors: nothing is lost or counted twice, and what techniques promise not to keep is not there."""
+"""The ledger on real tensors: nothing is lost or counted twice, and what techniques do not keep is not there."""
 
 import gc
 import itertools

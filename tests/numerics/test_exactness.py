@@ -19,7 +19,10 @@ from tiny import (
     stock_loss_and_gradients,
     worst_error,
 )  # fmt: skip
+from transformers import AutoModelForCausalLM
 
+from finefit import models
+from finefit.build import Optimizing, build
 from finefit.loop import optimizer_step
 from finefit.run import padded, summed_loss, trainable
 from finefit.techniques import Accumulation, Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
@@ -187,3 +190,17 @@ def test_a_step_of_the_loop_is_adamw_on_the_exact_gradient():
     for name, p in model.named_parameters():
         # Adam divides by the gradient's own size, so an element whose gradient is rounding alone moves anywhere
         assert relative_error(ours[name].detach(), p.detach()) <= 1e-4
+
+
+@pytest.mark.model
+def test_the_real_model_trains_as_transformers_does(model_folder):
+    """SmolLM2-135M-Instruct with its own weights, in fp32, everything exact on."""
+    techniques = (Precision("fp32"), FusedOps(), FusedLoss(32), Packing(), Checkpointing(30))
+    cpu = torch.device("cpu")
+    run = build(models.config_of(model_folder), techniques, models.fill_from(model_folder), cpu, Optimizing())
+    theirs = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
+    examples = examples_of((60, 5))
+    loss, found = loss_and_gradients(run, [run.collate(examples)])
+    expected_loss, expected = stock_loss_and_gradients(theirs.train(), examples)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert worst_error(found, expected)[0] <= 1e-4

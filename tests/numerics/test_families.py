@@ -54,7 +54,8 @@ def test_adapters_are_an_update_of_the_weight(name):
     run = run_of((*FUSED, Lora(4, alpha=6.0)), family_config(name))
     generator = torch.Generator().manual_seed(4)
     layers = {n: m for n, m in run.model.named_modules() if hasattr(m, "lora_A")}
-    assert len(layers) == 3 * sum(isinstance(m, torch.nn.Linear) for m in blocks_of(stock(family_config(name)))[0].modules())
+    linears = [m for m in blocks_of(stock(family_config(name)))[0].modules() if isinstance(m, torch.nn.Linear)]
+    assert len(layers) == 3 * len(linears)
     with torch.no_grad():
         for layer in layers.values():
             layer.lora_B.normal_(std=0.05, generator=generator)
@@ -81,9 +82,8 @@ def test_an_adapted_model_is_pefts():
     targets = ("q_proj", "v_proj", "down_proj")
     run = run_of((*FUSED, Lora(4, alpha=6.0, targets=targets)), family_config("llama"))
     generator = torch.Generator().manual_seed(4)
-    theirs = get_peft_model(
-        stock(family_config("llama"), run), LoraConfig(r=4, lora_alpha=6.0, target_modules=list(targets), task_type="CAUSAL_LM")
-    )
+    adapters = LoraConfig(r=4, lora_alpha=6.0, target_modules=list(targets), task_type="CAUSAL_LM")
+    theirs = get_peft_model(stock(family_config("llama"), run), adapters)
     parameters = {n.removeprefix("base_model.model."): p for n, p in theirs.named_parameters() if "lora_" in n}
     with torch.no_grad():
         for name, p in run.model.named_parameters():

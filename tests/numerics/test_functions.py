@@ -242,9 +242,7 @@ def test_chunked_loss_against_fp64(chunk, softcap):
     label_l = labels(37)
     inputs = [x.float().double() for x in (random(37, 24), random(50, 24, seed=1))]
     exact = results(plain_loss(label_l, softcap), inputs, torch.float64)
-    for found, expected in zip(
-        results(our_loss(label_l, softcap, chunk), inputs, torch.float32), exact, strict=True
-    ):
+    for found, expected in zip(results(our_loss(label_l, softcap, chunk), inputs, torch.float32), exact, strict=True):
         assert relative_error(found, expected) <= 2e-6
 
 
@@ -351,9 +349,7 @@ def both_lora_layers(bias, dropout, rank=4, dtype=torch.float32):
 def test_lora_layer_is_pefts(bias):
     ours, peft = both_lora_layers(bias, 0.0)
     inputs = [random(3, 7, 24)]
-    for found, expected in zip(
-        results(ours, inputs, torch.float32), results(peft, inputs, torch.float32), strict=True
-    ):
+    for found, expected in zip(results(ours, inputs, torch.float32), results(peft, inputs, torch.float32), strict=True):
         assert relative_error(found, expected) <= 1e-6
     assert relative_error(ours.lora_A.grad, peft.lora_A["default"].weight.grad) <= 1e-6
     assert relative_error(ours.lora_B.grad, peft.lora_B["default"].weight.grad) <= 1e-6

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny import config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
 
-from finefit import predict
+from finefit import models, predict
 from finefit.techniques import (
     TECHNIQUES,
     Accumulation,
@@ -184,3 +184,12 @@ def test_bytes_of_states_do_not_depend_on_the_batch():
     assert predict.states(layouts[0]) == predict.states(layouts[1])
     assert layouts[0].micro != layouts[1].micro
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("blocks", [0, 20, 30])
+def test_square_of_the_real_model(model_folder, blocks):
+    """SmolLM2-135M-Instruct as a plan would train it."""
+    checkpointing = [Checkpointing(blocks)] if blocks else []
+    techniques = (Precision("bf16"), Lora(16), FusedOps(), Packing(), FusedLoss(256), Clipping(), *checkpointing)
+    assert_square(techniques, models.config_of(model_folder), (128, 128), micro_steps=2)

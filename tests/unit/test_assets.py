@@ -377,13 +377,13 @@ def test_hub_answers(caches, monkeypatch):
 
 def test_a_slow_lookup_is_not_waited_for(caches, monkeypatch):
     def slow(*_):
-        time.sleep(1)
+        time.sleep(4)
         raise OSError("no such host")
 
     monkeypatch.setattr(socket, "create_connection", slow)
     started = time.perf_counter()
     assert not hub.is_reachable(timeout_s=0.1)
-    assert time.perf_counter() - started < 0.9
+    assert time.perf_counter() - started < 3
 
 
 @pytest.mark.model

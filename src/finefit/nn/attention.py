@@ -20,9 +20,7 @@ class SegmentAttention(torch.autograd.Function):
     """``softmax(q k^T * scale) v`` inside each ``[bounds[i], bounds[i+1])``; ``q_Tnd``, ``k_Tmd``, ``v_Tmd`` → ``o_Tnd``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q_tnd: Tensor, k_tmd: Tensor, v_tmd: Tensor, bounds: tuple[int, ...], form: "Form"
-    ) -> Tensor:
+    def forward(ctx: Any, q_tnd: Tensor, k_tmd: Tensor, v_tmd: Tensor, bounds: tuple[int, ...], form: "Form") -> Tensor:
         ctx.save_for_backward(q_tnd, k_tmd, v_tmd)
         ctx.bounds, ctx.form = bounds, form
         ahead = _ahead(q_tnd, bounds)

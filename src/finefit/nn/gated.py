@@ -36,9 +36,7 @@ class GatedDown(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, gate_tf: Tensor, up_tf: Tensor, kind: str, scale: float, *trained: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, gate_tf: Tensor, up_tf: Tensor, kind: str, scale: float, *trained: Tensor | None) -> Tensor:
         weight_hf, bias_h, a_rf, b_hr = _cast(trained, gate_tf.dtype)
         ctx.save_for_backward(gate_tf, up_tf, *trained)
         ctx.kind, ctx.scale = kind, scale

@@ -1,7 +1,7 @@
 """A frozen linear layer with a low-rank update (LoRA, arXiv:2106.09685, section 4.1): y = x W^T + b + s·(x A^T) B^T.
 
-It keeps its input and nothing else for backward: layers that read the same input share one copy of it, the adapters'
-fp32 weights are cast when used, and x A^T (T·r) is computed again. Names and file layout follow peft's ``lora.Linear``.
+It keeps its input and x A^T (T·r) for backward: layers that read the same input share one copy of it, and the adapters'
+fp32 weights are cast when used. Names and file layout follow peft's ``lora.Linear``.
 Declines DoRA and training of the bias.
 
 Shapes: T tokens, i inputs, o outputs, r rank.
@@ -22,22 +22,22 @@ class _LowRank(torch.autograd.Function):
         ctx: Any, x_ti: Tensor, weight_oi: Tensor, bias: Tensor | None, a_ri: Tensor, b_or: Tensor, scale: float
     ) -> Tensor:
         dtype = x_ti.dtype
-        ctx.save_for_backward(x_ti, weight_oi, a_ri, b_or)
-        ctx.scale = scale
         y_to = F.linear(x_ti, weight_oi.to(dtype), bias if bias is None else bias.to(dtype))
-        return y_to.addmm_(F.linear(x_ti, a_ri.to(dtype)), b_or.to(dtype).t(), alpha=scale)
+        low_tr = F.linear(x_ti, a_ri.to(dtype))
+        ctx.save_for_backward(x_ti, low_tr, weight_oi, a_ri, b_or)
+        ctx.scale = scale
+        return y_to.addmm_(low_tr, b_or.to(dtype).t(), alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
-        x_ti, weight_oi, a_ri, b_or = ctx.saved_tensors
+        x_ti, low_tr, weight_oi, a_ri, b_or = ctx.saved_tensors
         dtype, (dy_to,) = x_ti.dtype, grads
-        a_cast = a_ri.to(dtype)
-        dxa_tr = dy_to.mm(b_or.to(dtype)).mul_(ctx.scale)
+        dlow_tr = dy_to.mm(b_or.to(dtype)).mul_(ctx.scale)
         dx_ti = None
         if ctx.needs_input_grad[0]:
-            dx_ti = dy_to.mm(weight_oi.to(dtype)).addmm_(dxa_tr, a_cast)
-        da_ri = dxa_tr.t().mm(x_ti).to(a_ri.dtype)
-        db_or = dy_to.t().mm(F.linear(x_ti, a_cast)).to(b_or.dtype).mul_(ctx.scale)
+            dx_ti = dy_to.mm(weight_oi.to(dtype)).addmm_(dlow_tr, a_ri.to(dtype))
+        da_ri = dlow_tr.t().mm(x_ti).to(a_ri.dtype)
+        db_or = dy_to.t().mm(low_tr).to(b_or.dtype).mul_(ctx.scale)
         return dx_ti, None, None, da_ri, db_or, None
 
 

@@ -51,4 +51,6 @@ class Checkpointing(Technique):
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         steps, seen = run.evidence.get("micro_steps", 0), run.evidence.get("block_forwards", 0)
         if seen != 2 * self.blocks * steps:
-            raise NotAsPlanned(f"checkpointing: {seen} forwards of {self.blocks} blocks in {steps} steps, not twice each")
+            raise NotAsPlanned(
+                f"checkpointing: {seen} forwards of {self.blocks} blocks in {steps} steps, not twice each"
+            )

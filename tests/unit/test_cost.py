@@ -1,0 +1,62 @@
+"""Seconds of a step: counted by hand for one case, and in the right order for the rest."""
+
+import pytest
+
+from finefit.batches import Uniform
+from finefit.cost import seconds_per_step
+from finefit.layout import Micro
+from finefit.search import rewrite
+from finefit.spec import HardwareSpec, ModelSpec
+from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Precision
+
+MODEL = ModelSpec("m", "llama", 1024, 4096, 24, 16, 8, 64, 32_000)
+FAST = HardwareSpec("fast", "cuda", 2**34, matmul_flops_per_s=(("float32", 1e14), ("bfloat16", 2e14)),
+                    bandwidth_bytes_per_s=1e12)  # fmt: skip
+# An arithmetic that memory and calls cost nothing on: what is left are the operations.
+IDEAL = HardwareSpec("ideal", "cuda", 2**34, matmul_flops_per_s=(("float32", 1e9),), bandwidth_bytes_per_s=1e30)
+
+
+def seconds(*techniques, hardware=FAST, work=None, tokens=8192):
+    work = work or Uniform(8, 1024).work(8, tokens, False)
+    return seconds_per_step(rewrite(MODEL, work.largest[0], techniques), work, hardware)
+
+
+def test_operations_of_a_full_step_are_six_a_weight_and_token():
+    work = Uniform(4, 8).work(4, 0, False)
+    layout = rewrite(MODEL, Micro(32, 8, 32), (Precision("fp32"), FusedLoss(8)))
+    blocks = 24 * sum(p.numel for p in MODEL.linears())
+    attention = 2 * 1024 * 4 * 64 * 24 * 3.5 / 0.4
+    operations = 6 * (blocks + 1024 * 32_000) * 32 + attention
+    rate = 1e9 * 0.6 * 32 / (32 + 256)
+    calls = 24 * 120 * 6e-6
+    assert seconds_per_step(layout, work, IDEAL) == pytest.approx(operations / rate + calls, rel=1e-9)
+
+
+def test_a_frozen_base_saves_a_third_of_its_products():
+    full, lora = (seconds(Precision("fp32"), *t, FusedLoss(8), hardware=IDEAL) for t in ((), (Lora(1),)))
+    assert 0.6 < lora / full < 0.75
+
+
+def test_checkpointing_costs_up_to_one_more_forward():
+    some = [[Checkpointing(k)] if k else [] for k in (0, 12, 24)]
+    at = [seconds(Precision("bf16"), FusedOps(), FusedLoss(64), *more) for more in some]
+    assert at == sorted(at)
+    assert 1.2 < at[2] / at[0] < 1.5
+    assert at[1] - at[0] == pytest.approx(at[2] - at[1], rel=1e-6)
+
+
+def test_smaller_micro_batches_cost_more():
+    at = [seconds(Precision("bf16"), FusedLoss(64), tokens=tokens) for tokens in (8192, 4096, 2048, 1024)]
+    assert at == sorted(at)
+
+
+def test_bf16_is_faster_where_the_device_says_so():
+    assert seconds(Precision("bf16"), FusedLoss(64)) < seconds(Precision("fp32"), FusedLoss(64))
+
+
+def test_an_unlabelled_token_needs_no_head_with_a_fused_loss():
+    few = Uniform(8, 1024, labelled_share=0.1).work(8, 0, False)
+    fused, whole = (seconds(Precision("fp32"), *t, hardware=IDEAL, work=few) for t in ((FusedLoss(64),), ()))
+    assert fused < whole
+    head = 6 * 1024 * 32_000 * (8192 - 8 * 102) / (1e9 * 0.6 * 8192 / (8192 + 256))
+    assert whole - fused == pytest.approx(head, rel=1e-5)

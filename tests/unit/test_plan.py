@@ -1,0 +1,149 @@
+"""A plan as a file and beside another one; golden plans.
+
+Renew ``tests/golden/plans.json`` after a change that is meant to change plans:  python tests/unit/test_plan.py
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from finefit.batches import Uniform
+from finefit.errors import ConfigError
+from finefit.plan import Plan, diff, load
+from finefit.search import Question, search
+from finefit.spec import HardwareSpec, JobSpec, resolve_model
+from finefit.techniques import Accumulation, Checkpointing, Clipping, Lora, from_json
+from finefit.units import parse_budget
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plans.json"
+LAPTOP = HardwareSpec("laptop", "cpu", 16 * 2**30, matmul_flops_per_s=(("float32", 3e11), ("bfloat16", 1.8e12)),
+                      bandwidth_bytes_per_s=2.4e10)  # fmt: skip
+# model, device (or laptop), budget, method, longest, global batch
+WISHES = [
+    ("SmolLM2-135M-Instruct", "laptop", "2GiB", "lora", 1024, 16),
+    ("SmolLM2-135M-Instruct", "laptop", "600MiB", "lora", 1024, 16),
+    ("SmolLM2-135M-Instruct", "laptop", "90%", "full", 2048, 8),
+    ("Qwen/Qwen2.5-0.5B", "laptop", "8GiB", "auto", 512, 16),
+    ("meta-llama/Llama-3.2-1B", "RTX 3060", "90%", "auto", 2048, 16),
+    ("meta-llama/Llama-3.1-8B", "RTX 4090", "90%", "auto", 4096, 16),
+    ("meta-llama/Llama-3.1-8B", "H100", "-4GiB", "lora", 8192, 32),
+    ("mistralai/Mistral-7B-v0.1", "RTX 4090", "20GiB..23GiB", "lora", 2048, 16),
+    ("Qwen/Qwen2.5-7B", "A100 80GB", "90%", "auto", 4096, 64),
+    ("google/gemma-2-2b", "RTX 4090", "90%", "lora", 4096, 8),
+    ("google/gemma-3-1b-it", "RTX 3060", "90%", "auto", 1024, 16),
+    ("microsoft/Phi-3-mini-4k-instruct", "L4", "90%", "lora", 4096, 4),
+]
+
+
+def question_of(name, device, budget, method, longest, size):
+    hardware = LAPTOP if device == "laptop" else HardwareSpec.from_name(device)
+    job = JobSpec(method=method, global_batch_size=size, max_length=longest, longest=longest)
+    batches = Uniform(size, longest)
+    return Question(resolve_model(name), hardware, job, batches, parse_budget(budget, hardware.memory_bytes))
+
+
+def facts(plan):
+    """What a golden file holds of a plan: its settings, its bytes, its time to three digits."""
+    return {
+        "method": plan.method,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "techniques": [t.to_json() for t in plan.techniques],
+        "peak_moment": plan.predicted.peak_moment,
+        "peak": dict(plan.predicted.moments[plan.predicted.peak_moment]),
+        "reserved_bytes": plan.predicted.reserved_bytes,
+        "seconds_per_step": float(f"{plan.seconds_per_step:.3g}"),
+    }
+
+
+def golden_plans():
+    return [{"wish": list(wish), "plan": facts(search(question_of(*wish)))} for wish in WISHES]
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: " ".join(map(str, wish)))
+def test_golden_plan(wish):
+    known = {tuple(row["wish"]): row["plan"] for row in json.loads(GOLDEN.read_text())}
+    found = json.loads(json.dumps(facts(search(question_of(*wish)))))
+    assert known[wish] == found, f"renew with: python {Path(__file__).name} (see the top of this file)"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return search(question_of(*WISHES[1]))
+
+
+def test_a_plan_is_read_back_as_it_was_written(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    again = load(tmp_path / "plan.json")
+    assert plan.to_json() == again.to_json()
+    assert plan.techniques == again.techniques
+    assert plan.alternatives == again.alternatives
+    assert plan.predicted.total_bytes == again.predicted.total_bytes
+
+
+def test_an_infinite_clip_is_read_back(plan, tmp_path):
+    free = tuple(Clipping(float("inf")) if t.name == "clipping" else t for t in plan.techniques)
+    dataclasses.replace(plan, techniques=free).save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json").technique("clipping") == Clipping(float("inf"))
+
+
+def test_every_technique_is_read_back():
+    for technique in (Lora(4, 8.0, 0.1, ("q_proj", "v_proj"), 3), Checkpointing(2), Accumulation(2, 512, 8)):
+        written = json.loads(json.dumps({**technique.to_json(), "says": technique.describe()}))
+        assert technique == from_json(written)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "where"),
+    [
+        ("{", "not a plan: Expecting property name", "plan.json:1:2"),
+        ("[]", "not a plan of this version", "plan.json"),
+        ('{"version": 99}', "this plan is of version 99", ""),
+        ('{"version": 1}', "not a plan of this version: 'techniques'", "plan.json"),
+        ('{"version": 1, "techniques": [{"name": "levitation"}]}', "not a plan of this version", "plan.json"),
+        ('{"version": 1, "techniques": [{"name": "lora", "speed": 3}]}', "not a plan of this version", "plan.json"),
+    ],
+)
+def test_what_is_no_plan_is_the_users_fault(tmp_path, text, message, where):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert message in caught.value.message
+    assert caught.value.where.endswith(where)
+
+
+def test_a_missing_plan_is_the_users_fault(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the plan: No such file"):
+        load(tmp_path / "none.json")
+
+
+def test_a_plan_does_not_differ_from_itself(plan):
+    assert diff(plan, plan) == []
+
+
+def test_what_differs_is_listed_and_nothing_else(plan):
+    roomy = search(question_of(*WISHES[0]))
+    rows = {what: (one, other) for what, one, other in diff(plan, roomy)}
+    assert rows["budget"] == ("600 MiB", "2.00 GiB")
+    assert rows["peak"][0] != rows["peak"][1]
+    assert {"model", "hardware", "method", "lora", "precision", "clipping"}.isdisjoint(rows)
+    assert all(one != other for one, other in rows.values())
+
+
+def test_a_technique_that_one_plan_lacks_is_off_there(plan):
+    bare = dataclasses.replace(plan, techniques=tuple(t for t in plan.techniques if t.name != "lora"))
+    rows = {what: (one, other) for what, one, other in diff(plan, bare)}
+    assert rows == {"lora": (plan.technique("lora").describe(), "off")}
+
+
+def test_a_plan_is_never_edited(plan):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.method = "full"
+    assert isinstance(plan, Plan)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(golden_plans(), indent=1) + "\n")
