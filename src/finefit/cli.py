@@ -25,7 +25,7 @@ Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yam
 
 
 @app.command()
-def plan(
+def plan(  # noqa: PLR0913 (each is an option)
     words: Words = None,
     gpu: Annotated[
         str | None, typer.Option(help="plan for this device: 'RTX 4090', H100, 24GiB; default: this machine")

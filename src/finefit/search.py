@@ -115,7 +115,7 @@ def _splits(question: Question) -> Iterator[tuple[int, int]]:
         hint = f"say at most {job.global_batch_size}, or raise train.global_batch_size"
         raise ConfigError(f"memory.micro_batch_size {size} is larger than the global batch", hint=hint)
     if job.pin("packing") == "false" or size is not None:
-        sizes = [int(size)] if size else [n for n in _powers(job.global_batch_size)]
+        sizes = [int(size)] if size else list(_powers(job.global_batch_size))
         yield from ((n, int(tokens or 0)) for n in sizes)
         return
     if tokens is not None:

@@ -36,7 +36,8 @@ SETS = [
     *itertools.combinations(ONE_OF_EACH, 2),
 ]
 MOMENTS = ("forward_end", "loss", "backward_peak", "optimizer_step")
-NORMS = 8  # bytes: scalars of the global norm that are not one a gradient
+# The trace spreads the few scalars of the global norm that are not one a gradient over the gradients.
+NORMS = 8  # bytes, and one for every eighth gradient
 
 
 def names(techniques):
@@ -72,7 +73,7 @@ def assert_square(techniques, config=None, lengths=(128, 128), micro_steps=1):
     assert predict.states(layout_for(config, techniques, batch)) == at_rest(run)
     off = differences(ledger, predicted(config, techniques, batch, micro_steps))
     assert {m: off[m] for m in MOMENTS[:3]} == {"forward_end": 0, "loss": 0, "backward_peak": 0}
-    assert abs(off["optimizer_step"]) <= NORMS
+    assert abs(off["optimizer_step"]) <= NORMS + sum(p.requires_grad for p in run.model.parameters()) // 8
 
 
 def test_every_technique_is_in_the_square():

@@ -6,6 +6,7 @@ through PyTorch's own kernels, a call a sequence. Without boundaries (generation
 Shapes: n query heads, m key/value heads, B rows, S columns, T = B·S, d head size.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from .attention import Form, SegmentAttention
 
 
-def attend(
+def attend(  # noqa: PLR0913 (transformers' signature)
     module: nn.Module,
     q_bnsd: Tensor,
     k_bmsd: Tensor,
@@ -54,7 +55,7 @@ def _rows(x_bnsd: Tensor) -> Tensor:
 def _by_kernel(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], scale: float) -> Tensor:
     gqa = qkv[0].shape[1] != qkv[1].shape[1]
     outs = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         q, k, v = (x[start:end].transpose(0, 1)[None] for x in qkv)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
         outs.append(out[0].transpose(0, 1))

@@ -8,6 +8,7 @@ expanded. Declines dropout and custom masks.
 Shapes: T tokens of all sequences, n query heads, m key/value heads, g = n / m, d head size, R rows, C columns.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ Block = tuple[int, int, int]  # first key, first row, end of both
 def _blocks(bounds: tuple[int, ...], form: Form) -> list[Block]:
     return [
         (form.first_key(start, row), row, min(row + QUERY_BLOCK, end))
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in itertools.pairwise(bounds)
         for row in range(start, end, QUERY_BLOCK)
     ]
 
@@ -114,14 +115,14 @@ def _probabilities(
 
 def _ahead(like: Tensor, bounds: tuple[int, ...]) -> Tensor:
     """A square of the rows of the largest block: minus infinity where the key comes after the query, else 0."""
-    longest = max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
     rows = min(QUERY_BLOCK, longest)
     return torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
 
 
 def _fold(x_rnd: Tensor, groups: int) -> Tensor:
     """``(R, n, d)`` → a new ``(m, g*R, d)``: the query heads of one key head become rows of one product."""
-    rows, heads, dim = x_rnd.shape
+    _rows, heads, dim = x_rnd.shape
     x_mgrd = x_rnd.unflatten(1, (groups, heads // groups)).permute(1, 2, 0, 3)
     return x_mgrd.clone(memory_format=torch.contiguous_format).view(groups, -1, dim)
 

@@ -50,7 +50,7 @@ class GatedDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_tf, up_tf, *trained = ctx.saved_tensors
-        weight_hf, bias_h, a_rf, b_hr = _cast(trained, gate_tf.dtype)
+        weight_hf, _bias_h, a_rf, b_hr = _cast(trained, gate_tf.dtype)
         act, slope = ACTIVATIONS[ctx.kind]
         (dy_th,) = grads
         acted_tf = act(gate_tf)
