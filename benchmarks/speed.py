@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--python", action="append", default=[], metavar="TOOL=PATH", help="a peer's interpreter")
     parser.add_argument("--tools", default=",".join(SETTINGS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "speed-cpu.json")
     given = parser.parse_args()

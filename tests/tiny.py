@@ -48,6 +48,7 @@ FAMILIES = {
     "gemma2": {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     "phi3": {"sliding_window": 20},
+    "smollm3": {"no_rope_layer_interval": 2},
 }  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     started = time.perf_counter()
     _set_threads(job.config)
     run = _build(job, log, resumed)
+    seconds = time.perf_counter() - started
     done = checkpoint.load_newest(run, job.folder / "checkpoints", partial(_warn, log)) if resumed else 0
     for sentence in job.said:
         log.write("warn", message=sentence, hint="")
@@ -63,6 +64,7 @@ def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
         log.write("warn", message=f"resumed after step {done} of {job.data.steps}", hint="")
     else:
         _rehearse(job, run, log)
+    _tell_build(job, run, log, seconds, verified=not resumed)
     held_out = [_example(job.data.held_out, row) for row in _spaced_rows(job)]
     losses: list[float] = []
     if done == 0:
@@ -93,7 +95,6 @@ def _set_threads(config: Config) -> None:
 
 
 def _build(job: Job, log: EventLog, resumed: bool) -> Run:
-    started = time.perf_counter()
     plan, data = job.plan, job.data
     device = torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
     if not resumed:
@@ -109,12 +110,6 @@ def _build(job: Job, log: EventLog, resumed: bool) -> Run:
         models.config_of(job.model_folder), plan.techniques, models.fill_from(job.model_folder), device,
         Optimizing(peak, at.weight_decay), job.config.seed,
     )  # fmt: skip
-    parameters = sum(p.numel() for p in run.model.parameters())
-    log.write(
-        "build", seconds=time.perf_counter() - started, parameters=parameters,
-        trainable=sum(p.numel() for p in trainable(run.model)),
-        techniques=[{"name": t.name, "says": t.describe(), "verified": False} for t in plan.techniques],
-    )  # fmt: skip
     return run
 
 
@@ -129,10 +124,13 @@ def _rehearse(job: Job, run: Run, log: EventLog) -> None:
     )  # fmt: skip
     predicted = _predicted_for(job, rows)
     log.write("memory", step=0, measured=measured.to_json(), predicted=predicted.to_json())
+
+
+def _tell_build(job: Job, run: Run, log: EventLog, seconds: float, verified: bool) -> None:
     log.write(
-        "build", seconds=0.0, parameters=sum(p.numel() for p in run.model.parameters()),
+        "build", seconds=seconds, parameters=sum(p.numel() for p in run.model.parameters()),
         trainable=sum(p.numel() for p in trainable(run.model)),
-        techniques=[{"name": t.name, "says": t.describe(), "verified": True} for t in job.plan.techniques],
+        techniques=[{"name": t.name, "says": t.describe(), "verified": verified} for t in job.plan.techniques],
     )  # fmt: skip
 
 

@@ -17,11 +17,16 @@ from tiny import (
     worst_error,
 )  # fmt: skip
 
+from finefit.catalog import configs
 from finefit.run import blocks_of
 from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Packing
 
 LENGTHS = (140, 3, 45, 1)
 FUSED = (FusedOps(), Packing(), FusedLoss(16))
+
+
+def test_every_family_a_spec_knows_is_here():
+    assert {name.split(" ")[0] for name in FAMILIES} == set(configs.FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
