@@ -61,7 +61,8 @@ def _cache(family: str) -> Path:
 def _fingerprint() -> str:
     """What a trace depends on: the library that has the models, and our own modules and techniques."""
     here = Path(__file__).parent
-    sources = [*sorted((here / "nn").glob("*.py")), *sorted((here / "techniques").glob("*.py")), here / "run.py"]
+    sources = [path for part in ("nn", "techniques") for path in sorted((here / part).glob("*.py"))]
+    sources += [here / name for name in ("run.py", "trace.py", "ledger.py", "poly.py", "models.py", "build.py")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     try:
         digest.update(importlib.metadata.version("transformers").encode())
