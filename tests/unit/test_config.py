@@ -166,7 +166,7 @@ def test_spellings_of_values(override: str, section: str, key: str, expected: ob
         ("model: m\ntrain:\n  steps: many\n", "run.yaml:3:10: 'train.steps' must be a whole number, not 'many'"),
         ("model: m\ntrain:\n  steps: true\n", "run.yaml:3:10: 'train.steps': a number is needed, not true"),
         ("model: m\ntrain:\n  steps: 2.5\n", "run.yaml:3:10: 'train.steps' must be a whole number, not 2.5"),
-        ("model: m\ntrain:\n  learning_rate: .nan\n", "run.yaml:3:18: 'train.learning_rate' must be a number, not nan"),
+        ("model: m\ntrain:\n  learning_rate: .nan\n", "run.yaml:3:18: 'train.learning_rate' must be auto or a number, not nan"),
         ("model: m\nlora:\n  rank: 0\n", "run.yaml:3:9: 'lora.rank' must be at least 1, not 0"),
         (
             "model: m\nmethod: lorra\n",

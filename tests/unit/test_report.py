@@ -103,7 +103,6 @@ def test_report_word_for_word() -> None:
 | status | finished, 3 of 3 steps |
 | trained parameters | 25 of 1,000 (2.5 %) |
 | method | lora |
-| batch | 4 × 2 examples per step |
 | device | a GPU |
 | tokens | 300, 75 of them trained on |
 | time in steps | 1.5 s |
@@ -201,7 +200,6 @@ m on d
 status              finished, 3 of 3 steps
 trained parameters  25 of 1,000 (2.5 %)
 method              lora
-batch               4 × 2 examples per step
 device              a GPU
 tokens              300, 75 of them trained on
 time in steps       1.5 s

@@ -168,12 +168,23 @@ def test_stacked_bar_is_as_wide_as_its_share_and_in_stack_order() -> None:
     ]  # fmt: skip
 
 
+def test_plan_view_says_how_the_batch_is_split() -> None:
+    split = {
+        "name": "accumulation",
+        "micro_batch_size": 4,
+        "says": "micro-batches of at most 4 examples, up to 2 to a step",
+    }
+    plan = {**PLAN, "global_batch_size": 8, "techniques": [split]}
+    assert "batch   8 examples a step: micro-batches of at most 4 examples, up to 2 to a step" in plain_text(
+        plan_renderable(plan, 120)
+    )
+
+
 def test_plan_view_word_for_word() -> None:
     expected = """\
 model   SmolLM2
 device  RTX 4090
 method  lora
-batch   4 examples at a time, 2 times a step = 8 examples
 speed   about 1.5 s a step, 1,234 tokens/s
 
 memory at peak of backward  predicted  share
