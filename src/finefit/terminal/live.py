@@ -7,6 +7,7 @@ once, and the `EventLog` drops it with a warning. It declines to be complete whe
 of events: the file is.
 """
 
+import abc
 import atexit
 import contextlib
 import json
@@ -72,7 +73,7 @@ def json_lines(event: Event) -> list[str]:
     return [json.dumps(event, separators=(",", ":"))]
 
 
-class _Background:
+class _Background(abc.ABC):
     """Hands events to a thread that shows them. Subclasses say how: `_start`, `_show` some events, `_stop`."""
 
     name = "the terminal view"
@@ -141,8 +142,9 @@ class _Background:
     def _start(self) -> None:
         """Nothing to prepare."""
 
+    @abc.abstractmethod
     def _show(self, events: list[Event]) -> None:
-        raise NotImplementedError
+        """Draw what happened since the last call."""
 
     def _stop(self) -> None:
         """Nothing to put back."""
