@@ -217,6 +217,12 @@ peak                    300 MiB   310 MiB      -3.2 %
 reserved beside it       40 MiB         –           –
 needed on the device    340 MiB         –           –
 
+held-out example:
+  def f(): ...
+
+its own answer:
+  Does f.
+
 answer before training:
   ```
   no

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from . import tables
-from .summary import Sample, Summary
+from .summary import Summary
 
-_ANSWER_CHARACTERS = 400
+_MOST_CHARACTERS = 900
 
 
 def to_text(summary: Summary, folder: str) -> str:
@@ -16,18 +16,21 @@ def to_text(summary: Summary, folder: str) -> str:
         parts += ["", *_aligned([("loss", "before", "after", "change"), *rows])]
     if rows := tables.components(summary):
         parts += ["", *_aligned([("memory at the peak", "predicted", "measured", "difference"), *rows])]
+    shown = summary.sample_after or summary.sample_before
+    if shown is not None:
+        parts += ["", "held-out example:", *_indented(shown.prompt), "", "its own answer:", *_indented(shown.reference)]
     for title, sample in (("before training", summary.sample_before), ("after training", summary.sample_after)):
         if sample is not None:
-            parts += ["", f"answer {title}:", *_indented(sample)]
+            parts += ["", f"answer {title}:", *_indented(sample.answer)]
     if summary.notes:
         parts += ["", "warnings:", *(f"  {note}" for note in summary.notes)]
     verb = "chat" if summary.status == "finished" else "resume"
     return "\n".join([*parts, "", f"go on: finefit {verb} {folder}"]) + "\n"
 
 
-def _indented(sample: Sample) -> list[str]:
-    answer = sample.answer.strip() or "(nothing)"
-    cut = answer if len(answer) <= _ANSWER_CHARACTERS else f"{answer[:_ANSWER_CHARACTERS]}…"
+def _indented(text: str) -> list[str]:
+    whole = text.strip("\n") or "(nothing)"
+    cut = whole if len(whole) <= _MOST_CHARACTERS else f"{whole[:_MOST_CHARACTERS]}…"
     return [f"  {line}".rstrip() for line in cut.splitlines()]
 
 
