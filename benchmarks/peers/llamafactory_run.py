@@ -37,6 +37,7 @@ def main() -> None:
     given = arguments(__doc__.partition("\n")[0], packings=("none", "packing"), adapters=("float32",), autocast=("on",))
     _stand_in("torchaudio")
     from llamafactory.train.tuner import run_exp
+
     from measure import Recorder, write
 
     _register_template()

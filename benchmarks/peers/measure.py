@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from job import GLOBAL_BATCH, Arguments
 from transformers import TrainerCallback
+
+from job import GLOBAL_BATCH, Arguments
 
 IGNORED = -100
 _Example = tuple[list[int], list[int]]  # token ids, labelled positions

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from runs import chat
+
+from commands import chat
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

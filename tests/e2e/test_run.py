@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from runs import chat, events
+
+from commands import chat, events
 
 SHORT = ("method=lora", "lora.rank=4", "train.global_batch_size=8", "train.max_length=256", "train.learning_rate=1e-2")
 

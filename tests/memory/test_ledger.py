@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from tiny import VOCAB, config_of, examples_of, measured, run_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -13,6 +12,7 @@ from finefit import trace
 from finefit.ledger import Ledger, moment_of
 from finefit.run import summed_loss
 from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Packing, Precision
+from tiny import VOCAB, config_of, examples_of, measured, run_of
 
 LENGTHS = (128, 128, 64)
 TOKENS = sum(LENGTHS)

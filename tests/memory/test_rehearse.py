@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from tiny import config_of, examples_of, micro_of, predicted, run_of, spec_of
 
 from finefit.layout import layout_of
 from finefit.rehearse import check_blind, rehearse
@@ -21,6 +20,7 @@ from finefit.techniques import (
     Precision,
     Unsuitable,
 )
+from tiny import config_of, examples_of, micro_of, predicted, run_of, spec_of
 
 USED = (
     Precision("bf16"), Lora(4, dropout=0.1), FusedOps(), Packing(), Checkpointing(2), FusedLoss(32),

@@ -8,6 +8,13 @@ import itertools
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
+from finefit import models
+from finefit.build import Optimizing, build
+from finefit.loop import optimizer_step
+from finefit.run import padded, summed_loss, trainable
+from finefit.techniques import Accumulation, Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
 from tiny import (
     config_of,
     examples_of,
@@ -19,13 +26,6 @@ from tiny import (
     stock_loss_and_gradients,
     worst_error,
 )  # fmt: skip
-from transformers import AutoModelForCausalLM
-
-from finefit import models
-from finefit.build import Optimizing, build
-from finefit.loop import optimizer_step
-from finefit.run import padded, summed_loss, trainable
-from finefit.techniques import Accumulation, Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
 
 LENGTHS = (150, 3, 40, 2)
 

@@ -5,6 +5,10 @@ Windows are smaller than the sequences, soft caps bite, and there are blocks of 
 
 import pytest
 import torch
+
+from finefit.catalog import configs
+from finefit.run import blocks_of
+from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Packing
 from tiny import (
     FAMILIES,
     examples_of,
@@ -16,10 +20,6 @@ from tiny import (
     stock_loss_and_gradients,
     worst_error,
 )  # fmt: skip
-
-from finefit.catalog import configs
-from finefit.run import blocks_of
-from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Packing
 
 LENGTHS = (140, 3, 45, 1)
 FUSED = (FusedOps(), Packing(), FusedLoss(16))

@@ -7,7 +7,6 @@ Shapes: T tokens, n query heads, m key/value heads, d head size, h hidden, V voc
 
 import pytest
 import torch
-from tiny import relative_error
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from finefit.nn.chunked_loss import ChunkedCrossEntropy
 from finefit.nn.gated import ACTIVATIONS, GatedDown
 from finefit.nn.lora_linear import LoRALinear, _LowRank, _LowRankDropped
 from finefit.nn.norm import _RMSNorm
+from tiny import relative_error
 
 
 def random(*shape, dtype=torch.float64, seed=0, scale=1.0):

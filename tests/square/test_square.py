@@ -11,7 +11,6 @@ import itertools
 
 import pytest
 import torch
-from tiny import config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
 
 from finefit import models, predict
 from finefit.techniques import (
@@ -25,6 +24,7 @@ from finefit.techniques import (
     Packing,
     Precision,
 )  # fmt: skip
+from tiny import config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
 
 KINDS = ("fp32", "bf16", "bf16_mixed")
 ONE_OF_EACH = (

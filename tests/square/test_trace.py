@@ -5,13 +5,13 @@ import json
 import random
 
 import pytest
-from tiny import config_of, examples_of, layout_for
 
 from finefit import coefficients, trace
 from finefit.errors import EngineError
 from finefit.poly import dominates, plus, times, value
 from finefit.techniques import Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
 from finefit.techniques.packing import packed
+from tiny import config_of, examples_of, layout_for
 
 # Independent sizes respecting what always holds: T ≥ S ≥ Q, T ≥ L ≥ C, f ≥ h ≥ r, V ≥ h, n a multiple of m.
 BY_HAND = {"T": 257, "S": 256, "Q": 128, "L": 62, "C": 31, "h": 105, "n": 15, "m": 3, "d": 22, "f": 176, "V": 211}

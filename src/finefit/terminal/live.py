@@ -139,14 +139,14 @@ class _Background(abc.ABC):
     def _pause_s(self) -> float:
         return 0.0
 
-    def _start(self) -> None:
+    def _start(self) -> None:  # noqa: B027 (a reporter may have nothing to do)
         """Nothing to prepare."""
 
     @abc.abstractmethod
     def _show(self, events: list[Event]) -> None:
         """Draw what happened since the last call."""
 
-    def _stop(self) -> None:
+    def _stop(self) -> None:  # noqa: B027 (a reporter may have nothing to do)
         """Nothing to put back."""
 
 
