@@ -139,8 +139,8 @@ def main() -> None:
     (HERE.parent / "docs" / "accuracy.svg").write_text(picture(rows))
     for language in ("en", "zh"):
         page = HERE.parent / "docs" / language / "accuracy.md"
-        marks = r"(<!-- table -->\n).*?(\n<!-- /table -->)"
-        page.write_text(re.sub(marks, lambda m: m[1] + table(rows) + m[2], page.read_text(), flags=re.S))
+        marks = r"(<!-- table -->\n).*?\n?(<!-- /table -->)"
+        page.write_text(re.sub(marks, lambda m: m[1] + table(rows) + "\n" + m[2], page.read_text(), flags=re.S))
 
 
 def machine() -> str:
