@@ -201,9 +201,7 @@ def test_bytes_of_states_do_not_depend_on_the_batch():
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("blocks", [0, 20, 30])
-def test_square_of_the_real_model(model_folder, blocks):
-    """SmolLM2-135M-Instruct as a plan would train it."""
-    checkpointing = [Checkpointing(blocks)] if blocks else []
-    techniques = (Precision("bf16"), Lora(16), FusedOps(), Packing(), FusedLoss(256), Clipping(), *checkpointing)
+def test_square_of_the_real_model(model_folder):
+    """SmolLM2-135M-Instruct as a plan would train it, two thirds of its blocks checkpointed."""
+    techniques = (Precision("bf16"), Lora(16), FusedOps(), Packing(), FusedLoss(256), Clipping(), Checkpointing(20))
     assert_square(techniques, models.config_of(model_folder), (128, 128), micro_steps=2)
