@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "128"  # as the command line sets it
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "64"  # as the command line sets it
     _restart_with_environment(given.measure)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(run(given), indent=1) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .data.micro import split
+from .data.micro import split, width
 from .layout import Micro
 
 NO_LIMIT = 2**62
@@ -49,14 +49,15 @@ class FromOrder:
 
     def __init__(self, steps: Sequence[Sequence[int]], lengths: Sequence[int], labelled: Sequence[int]) -> None:
         self.steps, self.lengths, self.labelled = steps, lengths, labelled
+        self.widths = [width(length) for length in lengths]
 
     @property
     def longest(self) -> int:
-        return max(self.lengths[row] for step in self.steps for row in step)
+        return max(self.widths[row] for step in self.steps for row in step)
 
     @property
     def most_tokens(self) -> int:
-        return max(sum(self.lengths[row] for row in step) for step in self.steps)
+        return max(sum(self.widths[row] for row in step) for step in self.steps)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as one planning)
     def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
@@ -70,7 +71,7 @@ class FromOrder:
                 micros.add(micro)
                 tokens += micro.tokens
                 labelled += micro.labelled
-                square += sum(micro.longest**2 if padded else self.lengths[row] ** 2 for row in group)
+                square += sum(micro.longest**2 if padded else self.widths[row] ** 2 for row in group)
         real = sum(self.lengths[row] for step in self.steps for row in step)
         n = len(self.steps)
         return Work(undominated(micros), most, count / n, tokens / n, real / n, labelled / n, square / n)
@@ -81,8 +82,8 @@ class FromOrder:
         return [[step[i] for i in group] for group in split(lengths, max_sequences, max_tokens or NO_LIMIT)]
 
     def micro(self, group: Sequence[int], padded: bool) -> Micro:
-        longest = max(self.lengths[row] for row in group)
-        tokens = longest * len(group) if padded else sum(self.lengths[row] for row in group)
+        longest = max(self.widths[row] for row in group)
+        tokens = longest * len(group) if padded else sum(self.widths[row] for row in group)
         return Micro(tokens, longest, max(1, sum(self.labelled[row] for row in group)))
 
     def worst(self, max_sequences: int, max_tokens: int, padded: bool) -> list[int]:
@@ -101,11 +102,11 @@ class Uniform:
 
     @property
     def longest(self) -> int:
-        return self.length
+        return width(self.length)
 
     @property
     def most_tokens(self) -> int:
-        return self.length * self.examples
+        return self.longest * self.examples
 
     def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
         rows = [list(range(self.examples))]

@@ -178,8 +178,8 @@ def _show_diff(words: list[str]) -> None:
 _STEADY = {
     "GOMP_SPINCOUNT": "2000",
     # Packed rows have ever new lengths; oneDNN would keep a compiled kernel with its buffers for each of the last 1,024
-    # shapes: 400 MB more after 8 steps of the 135M model. A micro-batch uses about a hundred.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    # shapes: 400 MB more after 8 steps of the 135M model. A block of it, forward and backward, uses about fifty.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from .data.micro import width
 from .footprint import Footprint
 from .ledger import Ledger
 from .run import Example, MicroBatch, Run, summed_loss
@@ -26,7 +27,7 @@ def rehearse(
     assert run.optimizer is not None
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if run.device.type == "cuda" else []
     batch = run.collate(worst).to(run.device)
-    padding = batch.ids_bs.numel() - batch.tokens
+    padding = batch.ids_bs.numel() - sum(width(len(ids)) for ids, _ in worst)
     micro_steps = min(micro_steps, 2)
     run.evidence.update(padding_tokens=padding, micro_steps=micro_steps, block_forwards=0)
     for group in run.optimizer.param_groups:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .data.micro import width
 from .ledger import Ledger, NoLedger
 
 
@@ -52,7 +53,7 @@ def plain_loss(model: Any, hidden_bsh: Tensor, batch: MicroBatch) -> Tensor:
 
 def padded(examples: Sequence[Example]) -> MicroBatch:
     """One example a row, padded on the right: causal attention never looks at what follows, so no mask is needed."""
-    longest = max(len(ids) for ids, _ in examples)
+    longest = width(max(len(ids) for ids, _ in examples))
     ids_bs = torch.zeros(len(examples), longest, dtype=torch.long)
     rows: list[int] = []
     for i, (ids, mask) in enumerate(examples):

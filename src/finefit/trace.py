@@ -39,7 +39,7 @@ MARKERS = {
     "d": 22,
     "f": 76,
     "V": 211,
-    "r": 7,
+    "r": 17,
 }
 OTHERS = {"T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 70, "n": 10, "m": 2, "d": 14, "f": 98, "V": 331, "r": 6}
 # Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three.
@@ -273,6 +273,7 @@ class _Reader:
         pairs: list[tuple[int, Poly]]
         pairs = [(s[word], {word: 1}) for word in words]
         pairs += [(s["g"] * s["Q"], {"Q*g": 1}), (s["d"] // 2, {"d": 0.5}), (2 * s["f"], {"f": 2})]
+        pairs += [(2 * s["r"], {"r": 2}), (3 * s["r"], {"r": 3})]  # layers that read one input share a product
         pairs += [(s["q"] + 2 * s["k"], {width: 1, "k": 2}), (1, {"": 1}), (2, {"": 2}), (4, {"": 4})]
         self.table: dict[int, Poly] = dict(pairs)
         assert len(self.table) == len(pairs), "two symbols of the trace share a size"

@@ -90,7 +90,7 @@ def test_a_neighbour_that_is_seen_is_noticed():
 
     def open_doors(examples, packed=run.collate):
         batch = packed(examples)
-        return dataclasses.replace(batch, bounds=(0, batch.bounds[1] - 1, batch.bounds[-1]))
+        return dataclasses.replace(batch, bounds=(0, batch.bounds[1] - 16, batch.bounds[-1]))
 
     run.collate = open_doors
     with pytest.raises(NotAsPlanned, match="with its neighbour"):

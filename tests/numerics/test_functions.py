@@ -5,11 +5,14 @@ The norm and the chunked loss reduce in fp32 by design, so there the reference i
 Shapes: T tokens, n query heads, m key/value heads, d head size, h hidden, V vocabulary, L labelled tokens, r rank.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from finefit.nn.attend import Rotation
 from finefit.nn.attention import Form, SegmentAttention
 from finefit.nn.chunked_loss import ChunkedCrossEntropy
 from finefit.nn.gated import ACTIVATIONS, GatedDown
@@ -178,6 +181,37 @@ def our_attention(bounds, form):
     return lambda q, k, v: SegmentAttention.apply(q, k, v, bounds, form)
 
 
+def angles(tokens, turned):
+    angle = torch.arange(tokens)[:, None] * 0.3 ** torch.arange(turned // 2)
+    return (torch.cat([part, part], -1) for part in (angle.cos(), angle.sin()))
+
+
+def plain_rotation(x, cos, sin):
+    """Transformers' own, of Phi 3: it turns the first part of a head."""
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+    x_1ntd = x.transpose(0, 1)[None]
+    return apply_rotary_pos_emb(x_1ntd, x_1ntd, cos[None].to(x.dtype), sin[None].to(x.dtype))[0][0].transpose(0, 1)
+
+
+def our_rotation(x, cos, sin):
+    return Rotation.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+@pytest.mark.parametrize("turned", [8, 4])
+def test_rotation_is_that_of_transformers(turned):
+    x, (cos, sin) = random(7, 3, 8), (t.double() for t in angles(7, turned))
+    assert torch.autograd.gradcheck(lambda x: Rotation.apply(x, cos, sin), (x,))
+    assert relative_error(Rotation.apply(x, cos, sin).detach(), plain_rotation(x, cos, sin).detach()) <= 1e-15
+
+
+def test_rotation_in_bf16_is_no_worse_than_plain():
+    cos, sin = angles(300, 16)
+    cos, sin = cos.bfloat16(), sin.bfloat16()
+    ours, plain = (partial(turn, cos=cos, sin=sin) for turn in (our_rotation, plain_rotation))
+    assert_no_worse(ours, plain, [random(300, 3, 16)], 1.0)
+
+
 SEQUENCES = [(0, 1), (0, 1, 4, 5), (0, 130), (0, 300), (0, 128, 256), (0, 3, 260, 261, 400)]
 FORMS = {
     "causal": Form(0.5), "window": Form(0.5, window=5), "wide window": Form(0.5, window=150),
@@ -300,23 +334,38 @@ def test_chunked_loss_of_an_fp32_head_does_not_mind_many_chunks():
 # --- low rank
 
 
+def low_rank_layers(sides, bias):
+    """For each output side: weight (frozen), bias, A, B as ``_LowRank`` takes them, and its scale."""
+    tensors, scales = [], []
+    for n, side in enumerate(sides):
+        tensors += [random(side, 6, seed=10 * n + 1).detach(), random(side, seed=10 * n + 4).detach() if bias else None]
+        tensors += [random(2, 6, seed=10 * n + 2), random(side, 2, seed=10 * n + 3)]
+        scales.append(1.7 + n)
+    return tensors, tuple(scales)
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_low_rank_against_differences(bias):
-    x, a, b = random(5, 6), random(2, 6, seed=2), random(4, 2, seed=3)
-    weight, offset = random(4, 6, seed=1).detach(), random(4, seed=4).detach() if bias else None
+@pytest.mark.parametrize("sides", [(4,), (4, 3, 5)], ids=str)
+def test_low_rank_against_differences(bias, sides):
+    x, (tensors, scales) = random(5, 6), low_rank_layers(sides, bias)
+    trained = [t for t in tensors if t is not None and t.requires_grad]
 
-    def layer(x, a, b):
-        return _LowRank.apply(x, weight, offset, a, b, 1.7)
+    def layers(x, *trained):
+        given = iter(trained)
+        return _LowRank.apply(x, scales, *(next(given) if t is not None and t.requires_grad else t for t in tensors))
 
-    assert torch.autograd.gradcheck(layer, (x, a, b))
-    expected = F.linear(x, weight + 1.7 * b @ a, offset)
-    assert relative_error(layer(x, a, b).detach(), expected.detach()) <= 1e-14
+    assert torch.autograd.gradcheck(layers, (x, *trained))
+    for n, found in enumerate(layers(x, *trained)):
+        weight, offset, a, b = tensors[4 * n : 4 * n + 4]
+        expected = F.linear(x, weight + scales[n] * b @ a, offset)
+        assert relative_error(found.detach(), expected.detach()) <= 1e-14
 
 
 def test_low_rank_of_a_first_layer_gives_no_gradient_to_its_input():
-    x, a, b = random(5, 6).detach(), random(2, 6, seed=2), random(4, 2, seed=3)
-    _LowRank.apply(x, random(4, 6).detach(), None, a, b, 1.0).sum().backward()
-    assert x.grad is None and a.grad is not None and b.grad is not None
+    x, (tensors, scales) = random(5, 6).detach(), low_rank_layers((4, 3), bias=False)
+    sum(y.sum() for y in _LowRank.apply(x, scales, *tensors)).backward()
+    assert x.grad is None
+    assert [t.grad is not None for t in tensors if t is not None] == [False, True, True] * 2
 
 
 def test_low_rank_with_dropout_against_differences():

@@ -5,49 +5,49 @@ import random
 import pytest
 
 from finefit.batches import FromOrder, Uniform, undominated
-from finefit.data.micro import split
+from finefit.data.micro import split, width
 from finefit.layout import Micro
 
-LENGTHS = (10, 40, 5, 30, 20, 8)
+LENGTHS = (10, 40, 5, 30, 20, 8)  # widths 16, 48, 16, 32, 32, 16
 LABELLED = (4, 1, 5, 30, 7, 0)
 BATCHES = FromOrder([[0, 1, 2], [3, 4, 5]], LENGTHS, LABELLED)
 
 
 def test_facts_of_an_order():
-    assert (BATCHES.longest, BATCHES.most_tokens) == (40, 58)
-    assert (Uniform(4, 100).longest, Uniform(4, 100).most_tokens) == (100, 400)
+    assert (BATCHES.longest, BATCHES.most_tokens) == (48, 80)
+    assert (Uniform(4, 100).longest, Uniform(4, 100).most_tokens) == (112, 448)
 
 
 def test_work_of_whole_batches():
-    """Two steps of one micro-batch each: 55 and 58 tokens."""
+    """Two steps of one micro-batch each: 80 tokens, 55 and 58 of them real."""
     work = BATCHES.work(3, 0, padded=False)
-    assert work.largest == (Micro(58, 30, 37), Micro(55, 40, 10))
+    assert work.largest == (Micro(80, 32, 37), Micro(80, 48, 10))
     assert (work.most_steps, work.mean_steps) == (1, 1.0)
-    assert (work.mean_tokens, work.mean_real_tokens, work.mean_labelled) == (56.5, 56.5, 23.5)
-    assert work.mean_square == (100 + 1600 + 25 + 900 + 400 + 64) / 2
+    assert (work.mean_tokens, work.mean_real_tokens, work.mean_labelled) == (80, 56.5, 23.5)
+    assert work.mean_square == (16**2 + 48**2 + 16**2 + 32**2 + 32**2 + 16**2) / 2
 
 
 def test_work_of_padded_batches_counts_padding():
     work = BATCHES.work(3, 0, padded=True)
-    assert work.largest == (Micro(120, 40, 10), Micro(90, 30, 37))
-    assert (work.mean_tokens, work.mean_real_tokens) == ((120 + 90) / 2, 56.5)
-    assert work.mean_square == (3 * 1600 + 3 * 900) / 2
+    assert work.largest == (Micro(144, 48, 10), Micro(96, 32, 37))
+    assert (work.mean_tokens, work.mean_real_tokens) == ((144 + 96) / 2, 56.5)
+    assert work.mean_square == (3 * 48**2 + 3 * 32**2) / 2
 
 
 def test_work_of_limited_micro_batches():
-    """At most 40 tokens: [40], [10, 5] and [30, 8], [20]."""
-    work = BATCHES.work(3, 40, padded=False)
+    """At most 48 tokens: [40], [10, 5] and [30, 8], [20], by widths [48], [16, 16], [32, 16], [32]."""
+    work = BATCHES.work(3, 48, padded=False)
     assert (work.most_steps, work.mean_steps) == (2, 2.0)
-    assert work.largest == (Micro(40, 40, 1), Micro(38, 30, 30))
+    assert work.largest == (Micro(48, 32, 30), Micro(48, 48, 1))
 
 
 def test_nothing_labelled_still_takes_a_row():
-    assert BATCHES.micro([5], padded=False) == Micro(8, 8, 1)
+    assert BATCHES.micro([5], padded=False) == Micro(16, 16, 1)
 
 
 def test_the_worst_rows_are_those_of_a_largest_micro_batch():
-    rows = BATCHES.worst(3, 40, padded=False)
-    assert rows == [1]
+    rows = BATCHES.worst(3, 48, padded=False)
+    assert rows == [3, 5]
     assert sorted(BATCHES.worst(3, 0, padded=False)) == [3, 4, 5]
 
 
@@ -78,7 +78,7 @@ def test_a_split_holds_every_example_once_and_keeps_its_limits(max_sequences, ma
     assert sorted(i for group in groups for i in group) == list(range(40))
     for group in groups:
         assert len(group) <= max_sequences
-        assert len(group) == 1 or sum(lengths[i] for i in group) <= max_tokens
+        assert len(group) == 1 or sum(width(lengths[i]) for i in group) <= max_tokens
 
 
 def test_a_larger_limit_never_makes_more_micro_batches():

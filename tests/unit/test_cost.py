@@ -22,12 +22,12 @@ def seconds(*techniques, hardware=FAST, work=None, tokens=8192):
 
 
 def test_operations_of_a_full_step_are_six_a_weight_and_token():
-    work = Uniform(4, 8).work(4, 0, False)
-    layout = rewrite(MODEL, Micro(32, 8, 32), (Precision("fp32"), FusedLoss(8)))
+    work = Uniform(4, 16).work(4, 0, False)
+    layout = rewrite(MODEL, Micro(64, 16, 64), (Precision("fp32"), FusedLoss(8)))
     blocks = 24 * sum(p.numel for p in MODEL.linears())
-    attention = 2 * 1024 * 4 * 64 * 24 * 3.5 / 0.4
-    operations = 6 * (blocks + 1024 * 32_000) * 32 + attention
-    rate = 1e9 * 0.6 * 32 / (32 + 256)
+    attention = 2 * 1024 * 4 * 16**2 * 24 * 3.5 / 0.4
+    operations = 6 * (blocks + 1024 * 32_000) * 64 + attention
+    rate = 1e9 * 0.6 * 64 / (64 + 256)
     calls = 24 * 120 * 6e-6
     assert seconds_per_step(layout, work, IDEAL) == pytest.approx(operations / rate + calls, rel=1e-9)
 

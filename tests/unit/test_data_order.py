@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from finefit.data.micro import split
+from finefit.data.micro import split, width
 from finefit.data.order import InOrder, Order
 from finefit.errors import DataError
 
@@ -56,8 +56,11 @@ def test_wrong_numbers_are_refused():
 
 
 def test_first_fit_decreasing_by_hand():
-    assert split([3, 7, 20, 3, 5, 2], 3, 10) == [[2], [1, 0], [4, 3, 5]]
-    assert split([1, 9, 1], 2, 10) == [[1, 0], [2]]
+    """Limits hold for widths, multiples of 16."""
+    assert split([48, 112, 320, 48, 80, 32], 3, 160) == [[2], [1, 0], [4, 3, 5]]
+    assert split([44, 97, 305, 33, 66, 32], 3, 175) == [[2], [1, 0], [4, 3, 5]]
+    assert split([16, 144, 16], 2, 160) == [[1, 0], [2]]
+    assert split([1, 1, 1], 3, 32) == [[0, 1], [2]]
     assert split([], 4, 10) == []
 
 
@@ -69,4 +72,4 @@ def test_micro_batches_keep_both_limits_and_lose_nothing():
         assert list(range(len(lengths))) == sorted(position for group in groups for position in group)
         for group in groups:
             assert len(group) <= 5
-            assert len(group) == 1 or sum(lengths[position] for position in group) <= 100
+            assert len(group) == 1 or sum(width(lengths[position]) for position in group) <= 100

@@ -125,7 +125,9 @@ class Memory(_Section):
     checkpointing: Annotated[Auto | Literal["all"] | Count, BeforeValidator(_checkpointing)] = Field(
         default="auto", description="blocks whose activations are recomputed: a number, all, none"
     )
-    packing: Auto | bool = Field(default="auto", description="several examples in one row, without padding")
+    packing: Auto | bool = Field(
+        default="auto", description="several examples in one row, none padded to a common length"
+    )
     micro_batch_size: Auto | Positive = Field(default="auto", description="examples per forward pass")
     micro_batch_tokens: Auto | Positive = Field(default="auto", description="tokens per forward pass")
     loss_chunk: Auto | Count = Field(

@@ -2,26 +2,36 @@
 
 First-fit decreasing: longest first, each into the first micro-batch with room. Where only tokens are limited it makes
 at most 11/9 of the fewest possible, and one (Dósa 2007). Deterministic, so a resumed run makes the same micro-batches.
-Declined: cutting an example in two, and padding (packed sequences have none).
+Declined: cutting an example in two.
 """
 
 from collections.abc import Sequence
 
+ALIGNMENT = 16
+"""An example starts at a multiple of 16 tokens. Ever new lengths mean ever new kernels, compiled and kept by the library
+that multiplies: on a CPU the 135M model's process was 380 MB above its steady state after 8 steps without alignment, 315
+with 8, 274 with 16, 242 with 32, for 0.5, 1.2, 2.6 and 5.3 % of padding at a mean length of 290."""
+
+
+def width(length: int) -> int:
+    """Tokens an example of ``length`` takes in a batch."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
 
 def split(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> list[list[int]]:
-    """Positions in ``lengths`` (tokens) by micro-batch: each within both limits, or one single longer example."""
+    """Positions in ``lengths`` (tokens) by micro-batch: each within both limits by widths, or one single longer example."""
     if max_sequences < 1 or max_tokens < 1:
         raise ValueError(f"a micro-batch holds at least 1 sequence of 1 token, not {max_sequences} of {max_tokens}")
     groups: list[list[int]] = []
     room: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = int(lengths[position])
+        taken = width(int(lengths[position]))
         for number, group in enumerate(groups):
-            if length <= room[number] and len(group) < max_sequences:
+            if taken <= room[number] and len(group) < max_sequences:
                 group.append(position)
-                room[number] -= length
+                room[number] -= taken
                 break
         else:
             groups.append([position])
-            room.append(max_tokens - length)
+            room.append(max_tokens - taken)
     return groups

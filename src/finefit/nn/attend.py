@@ -1,9 +1,9 @@
-"""Attention as transformers' registry calls it, with the sequences' boundaries passed explicitly.
+"""Attention inside packed sequences: as transformers' registry calls it, and as its attention modules do after take-over.
 
 On a CPU each sequence goes through ``SegmentAttention`` (PyTorch's CPU kernel is slow in backward); on a CUDA device
 through PyTorch's own kernels, a call a sequence. Without boundaries (generation) the batch is plainly causal.
 
-Shapes: n query heads, m key/value heads, B rows, S columns, T = B·S, d head size.
+Shapes: n query heads, m key/value heads, B rows, S columns, T = B·S, d head size, p rotated part of a head.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Form, SegmentAttention
+from .lora_linear import linears
 
 
 def attend(  # noqa: PLR0913 (transformers' signature)
@@ -34,22 +35,99 @@ def attend(  # noqa: PLR0913 (transformers' signature)
     form = Form(scale, sliding_window, softcap)
     if bounds is None:
         return _generating(q_bnsd, k_bmsd, v_bmsd, form), None
-    kind = q_bnsd.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v_bmsd.dtype
-    q_tnd, k_tmd, v_tmd = (_rows(x).to(dtype) for x in (q_bnsd, k_bmsd, v_bmsd))
-    plain = form.softcap is None and (form.window is None or form.window >= bounds[-1])
-    with torch.autocast(kind, enabled=False):
-        if q_bnsd.is_cuda and plain:
-            out_tnd = _by_kernel((q_tnd, k_tmd, v_tmd), bounds, scale)
-        else:
-            out_tnd = SegmentAttention.apply(q_tnd, k_tmd, v_tmd, bounds, form)
     batch, heads, columns, dim = q_bnsd.shape
+    out_tnd = _inside((_rows(q_bnsd), _rows(k_bmsd), _rows(v_bmsd)), bounds, form)
     return out_tnd.view(batch, columns, heads, dim), None
 
 
 def _rows(x_bnsd: Tensor) -> Tensor:
     """``(B, n, S, d)`` → ``(T, n, d)``; a view when the heads were split off the last axis, as models do."""
     return x_bnsd.transpose(1, 2).flatten(0, 1)
+
+
+class PackedAttention:
+    """Put before a transformers attention class: its forward for packed sequences; generation stays the class's own.
+
+    Projections that read one input are one low-rank product, queries and keys are turned without copies of their
+    halves, and ``SegmentAttention`` takes heads as they lie.
+    """
+
+    softcapped = False
+
+    def forward(self: Any, hidden_states: Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
+        bounds = kwargs.get("bounds")
+        if bounds is None:
+            return super().forward(hidden_states, position_embeddings, *args, **kwargs)  # type: ignore[misc]
+        q_tnd, k_tmd, v_tmd = self._heads(hidden_states)
+        if getattr(self, "use_rope", True):
+            cos_tp, sin_tp = (x.flatten(0, 1) for x in position_embeddings)
+            q_tnd, k_tmd = Rotation.apply(q_tnd, cos_tp, sin_tp), Rotation.apply(k_tmd, cos_tp, sin_tp)
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        softcap = self.attn_logit_softcapping if self.softcapped else None
+        out_tnd = _inside((q_tnd, k_tmd, v_tmd), bounds, Form(self.scaling, window, softcap))
+        return self.o_proj(out_tnd.view(*hidden_states.shape[:-1], -1)), None
+
+    def _heads(self: Any, hidden_states: Tensor) -> list[Tensor]:
+        """``(T, n, d)``, ``(T, m, d)`` twice: queries, keys, values, the first two normalised where the model does."""
+        if hasattr(self, "qkv_proj"):
+            qkv_to = self.qkv_proj(hidden_states).flatten(0, 1)
+            keys = self.num_key_value_heads * self.head_dim
+            parts = qkv_to.split([qkv_to.shape[-1] - 2 * keys, keys, keys], -1)
+        else:
+            parts = [y.flatten(0, 1) for y in linears(hidden_states, (self.q_proj, self.k_proj, self.v_proj))]
+        q_tnd, k_tmd, v_tmd = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if hasattr(self, "q_norm"):
+            q_tnd, k_tmd = self.q_norm(q_tnd), self.k_norm(k_tmd)
+        return [q_tnd, k_tmd, v_tmd]
+
+
+def take_over(attention: nn.Module, softcapped: bool) -> None:
+    """Make ``attention`` a ``PackedAttention`` of its own class; parameters and their names stay."""
+    own = type(attention)
+    attention.__class__ = type(f"Packed{own.__name__}", (PackedAttention, own), {"softcapped": softcapped})
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary position embedding (arXiv:2104.09864) of ``x_Tnd`` in transformers' order of halves; keeps the angles alone.
+
+    ``cos_Tp``, ``sin_Tp`` with p ≤ d: the rest of each head passes through. Computed in the angles' type.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_tnd: Tensor, cos_tp: Tensor, sin_tp: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_tp, sin_tp)
+        return _turned(x_tnd, cos_tp, sin_tp, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_tp, sin_tp = ctx.saved_tensors
+        return _turned(grads[0], cos_tp, sin_tp, -1), None, None
+
+
+def _turned(x_tnd: Tensor, cos_tp: Tensor, sin_tp: Tensor, way: int) -> Tensor:
+    turned, half = cos_tp.shape[-1], cos_tp.shape[-1] // 2
+    dtype, x_tnd = x_tnd.dtype, x_tnd.to(cos_tp.dtype)
+    cos_t1p, sin_t1p = cos_tp[:, None], sin_tp[:, None]
+    out_tnd = torch.empty(x_tnd.shape, dtype=x_tnd.dtype, device=x_tnd.device)
+    torch.mul(x_tnd[..., :turned], cos_t1p, out=out_tnd[..., :turned])
+    out_tnd[..., :half].addcmul_(x_tnd[..., half:turned], sin_t1p[..., :half], value=-way)
+    out_tnd[..., half:turned].addcmul_(x_tnd[..., :half], sin_t1p[..., half:], value=way)
+    if turned < x_tnd.shape[-1]:
+        out_tnd[..., turned:] = x_tnd[..., turned:]
+    return out_tnd.to(dtype)
+
+
+def _inside(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], form: Form) -> Tensor:
+    """``(T, n, d)``: each token attends to the earlier ones of its own sequence."""
+    kind = qkv[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else qkv[2].dtype
+    q_tnd, k_tmd, v_tmd = (x.to(dtype) for x in qkv)
+    plain = form.softcap is None and (form.window is None or form.window >= bounds[-1])
+    with torch.autocast(kind, enabled=False):
+        if q_tnd.is_cuda and plain:
+            return _by_kernel((q_tnd, k_tmd, v_tmd), bounds, form.scale)
+        out_tnd: Tensor = SegmentAttention.apply(q_tnd, k_tmd, v_tmd, bounds, form)
+        return out_tnd
 
 
 def _by_kernel(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], scale: float) -> Tensor:

@@ -49,11 +49,12 @@ def _one_chunk(
     """The chunk's summed loss; its gradients are written into, or added to, ``grads``."""
     dhidden_ch, dweight_vh = grads
     logits_cv, slope = capped(F.linear(hidden_ch, weight_vh).float(), softcap)
-    norm_c = torch.logsumexp(logits_cv, -1)
-    loss = norm_c.sum() - logits_cv.gather(1, label_c1).sum()
+    # In place: each row is read before it is written, and a second copy of the chunk would be the step's largest tensor.
+    logp_cv = torch.log_softmax(logits_cv, -1, out=logits_cv)
+    loss = -logp_cv.gather(1, label_c1).sum()
     if dhidden_ch is None and dweight_vh is None:
         return loss
-    dlogits = logits_cv.sub_(norm_c[:, None]).exp_()
+    dlogits = logp_cv.exp_()
     dlogits.scatter_add_(1, label_c1, torch.full_like(label_c1, -1, dtype=dlogits.dtype))
     if slope is not None:
         dlogits.mul_(slope)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .lora_linear import linears
+
 
 def _silu_slope(dy: Tensor, gate: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(dy, gate)
@@ -90,7 +92,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         down: Any = self.down_proj
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = linears(x, (self.gate_proj, self.up_proj))
         if self.training and getattr(down, "dropout", 0.0) > 0.0:
             return self.down_proj(gated(gate, up, self.kind))
         low_rank = (getattr(down, "lora_A", None), getattr(down, "lora_B", None))

@@ -7,7 +7,8 @@ Declines DoRA and training of the bias.
 Shapes: T tokens, i inputs, o outputs, r rank.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +16,52 @@ from torch.nn import functional as F
 
 
 class _LowRank(torch.autograd.Function):
-    """``x_Ti`` → ``y_To`` in the type of ``x``; gradients for x, A and B alone."""
+    """``x_Ti`` → one ``y_To`` a layer, in the type of ``x``; gradients for x and each A and B alone.
+
+    Layers that read one input share its products with their stacked A (nr, i), and their gradients for it add up in
+    place. ``tensors`` are weight, bias, A and B of each layer in turn.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_ti: Tensor, weight_oi: Tensor, bias: Tensor | None, a_ri: Tensor, b_or: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x_ti: Tensor, scales: tuple[float, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         dtype = x_ti.dtype
-        y_to = F.linear(x_ti, weight_oi.to(dtype), bias if bias is None else bias.to(dtype))
-        low_tr = F.linear(x_ti, a_ri.to(dtype))
-        ctx.save_for_backward(x_ti, low_tr, weight_oi, a_ri, b_or)
-        ctx.scale = scale
-        return y_to.addmm_(low_tr, b_or.to(dtype).t(), alpha=scale)
+        weights, biases, a, b = _by_kind(tensors)
+        low_tn = F.linear(x_ti, _stacked(a, dtype))
+        ctx.save_for_backward(x_ti, low_tn, *weights, *a, *b)
+        ctx.scales = scales
+        return tuple(
+            F.linear(x_ti, weight.to(dtype), bias if bias is None else bias.to(dtype)).addmm_(
+                low, b_or.to(dtype).t(), alpha=scale
+            )
+            for weight, bias, low, b_or, scale in zip(weights, biases, low_tn.chunk(len(b), 1), b, scales, strict=True)
+        )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
-        x_ti, low_tr, weight_oi, a_ri, b_or = ctx.saved_tensors
-        dtype, (dy_to,) = x_ti.dtype, grads
-        dlow_tr = dy_to.mm(b_or.to(dtype)).mul_(ctx.scale)
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        x_ti, low_tn, *saved = ctx.saved_tensors
+        layers, dtype = len(dys), x_ti.dtype
+        weights, a, b = saved[:layers], saved[layers : 2 * layers], saved[2 * layers :]
+        dlows = [dy.mm(b_or.to(dtype)).mul_(scale) for dy, b_or, scale in zip(dys, b, ctx.scales, strict=True)]
+        dlow_tn = dlows[0] if layers == 1 else torch.cat(dlows, 1)
         dx_ti = None
         if ctx.needs_input_grad[0]:
-            dx_ti = dy_to.mm(weight_oi.to(dtype)).addmm_(dlow_tr, a_ri.to(dtype))
-        da_ri = dlow_tr.t().mm(x_ti).to(a_ri.dtype)
-        db_or = dy_to.t().mm(low_tr).to(b_or.dtype).mul_(ctx.scale)
-        return dx_ti, None, None, da_ri, db_or, None
+            dx_ti = dlow_tn.mm(_stacked(a, dtype))
+            for dy, weight in zip(dys, weights, strict=True):
+                dx_ti.addmm_(dy, weight.to(dtype))
+        das = [da.to(a[0].dtype, copy=True) for da in dlow_tn.t().mm(x_ti).chunk(layers)]  # each owns its bytes
+        grads: list[Any] = [dx_ti, None]
+        for dy, low, da, b_or, scale in zip(dys, low_tn.chunk(layers, 1), das, b, ctx.scales, strict=True):
+            grads += [None, None, da, dy.t().mm(low).to(b_or.dtype).mul_(scale)]
+        return tuple(grads)
+
+
+def _by_kind(tensors: tuple[Any, ...]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    weights, biases, a, b = (list(tensors[kind::4]) for kind in range(4))
+    return weights, biases, a, b
+
+
+def _stacked(a: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return a[0].to(dtype) if len(a) == 1 else torch.cat([a_ri.to(dtype) for a_ri in a])
 
 
 class _LowRankDropped(torch.autograd.Function):
@@ -78,20 +101,30 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        x_ti = x.reshape(-1, self.in_features)
-        if torch.is_autocast_enabled(x.device.type):
-            x_ti = x_ti.to(torch.get_autocast_dtype(x.device.type))
-        with torch.autocast(x.device.type, enabled=False):
-            y_to = self._low_rank(x_ti)
-        return y_to.view(*x.shape[:-1], self.out_features)
+        return linears(x, (self,))[0]
 
-    def _low_rank(self, x_ti: Tensor) -> Tensor:
-        if self.dropout == 0.0 or not self.training:
-            y_to: Tensor = _LowRank.apply(x_ti, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
-            return y_to
+    def dropped(self, x_ti: Tensor) -> Tensor:
+        """``x_Ti`` → ``y_To`` with dropout before A."""
         bias = None if self.bias is None else self.bias.to(x_ti.dtype)
         y_to = F.linear(x_ti, self.weight.to(x_ti.dtype), bias)
         return y_to + _LowRankDropped.apply(x_ti, self.lora_A, self.lora_B, self.scale, self.dropout)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, scale={self.scale}, dropout={self.dropout}"
+
+
+def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """Each layer's output for the same input: one low-rank product where all are adapted, else a call each."""
+    if not all(isinstance(layer, LoRALinear) for layer in layers):
+        return [layer(x) for layer in layers]
+    adapted = cast("Sequence[LoRALinear]", layers)
+    x_ti = x.flatten(0, -2)
+    if torch.is_autocast_enabled(x.device.type):
+        x_ti = x_ti.to(torch.get_autocast_dtype(x.device.type))
+    with torch.autocast(x.device.type, enabled=False):
+        if any(layer.training and layer.dropout > 0.0 for layer in adapted):
+            ys = [layer.dropped(x_ti) for layer in adapted]
+        else:
+            tensors = [t for layer in adapted for t in (layer.weight, layer.bias, layer.lora_A, layer.lora_B)]
+            ys = _LowRank.apply(x_ti, tuple(layer.scale for layer in adapted), *tensors)
+    return [y_to.view(*x.shape[:-1], -1) for y_to in ys]

@@ -20,6 +20,10 @@ NORMS = {
     "SmolLM3RMSNorm": 0.0,
     "Gemma2RMSNorm": 1.0, "Gemma3RMSNorm": 1.0,
 }  # fmt: skip
+ATTENTION = (
+    "LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma2Attention", "Gemma3Attention",
+    "Phi3Attention", "SmolLM3Attention",
+)  # fmt: skip
 GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP", "Gemma3MLP", "SmolLM3MLP")
 
 
@@ -32,6 +36,7 @@ class FusedOps(Technique):
         return layout.with_word("fused_ops")
 
     def apply(self, run: "Run") -> None:
+        from ..nn.attend import take_over
         from ..nn.gated import ACTIVATIONS, GatedMLP
         from ..nn.norm import RMSNorm
 
@@ -41,6 +46,8 @@ class FusedOps(Technique):
                 if kind in NORMS:
                     eps = getattr(child, "variance_epsilon", None) or child.eps
                     setattr(parent, name, RMSNorm(child, eps, NORMS[kind]))
+                elif kind in ATTENTION:
+                    take_over(child, softcapped=kind == "Gemma2Attention")
                 elif kind in GATED:
                     config = run.model.config.get_text_config()
                     act = getattr(config, "hidden_activation", None) or config.hidden_act

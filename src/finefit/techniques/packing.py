@@ -1,13 +1,15 @@
-"""Packing: several examples in one row without padding, each seeing only itself (block-diagonal attention).
+"""Packing: several examples in one row one after the other, each seeing only itself (block-diagonal attention).
 
 Positions restart at 0 for every example and attention is given the boundaries, so no mask is built and the loss of an
 example is what it would be alone. Without it a micro-batch is padded to its longest example.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..data.micro import width
 from .base import NotAsPlanned, Technique
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class Packing(Technique):
         run.collate = packed
 
     def describe(self) -> str:
-        return "examples packed into rows without padding, blind to each other"
+        return "examples packed into rows, each padded by less than 16 tokens, blind to each other"
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         if run.evidence.get("padding_tokens", 0):
@@ -32,18 +34,18 @@ class Packing(Technique):
 
 
 def packed(examples: Sequence["Example"]) -> "MicroBatch":
-    """One row of all examples one after the other."""
+    """One row of all examples one after the other, each at its width: what follows its end is seen and trained by none."""
     import torch
 
     from ..run import MicroBatch
 
     lengths = [len(ids) for ids, _ in examples]
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    ids_t = torch.cat([torch.as_tensor(ids, dtype=torch.long) for ids, _ in examples])
-    mask_t = torch.cat([torch.as_tensor(mask, dtype=torch.bool) for _, mask in examples])
-    mask_t[torch.tensor(bounds[:-1])] = False  # nothing before an example's first token may predict it
+    bounds = (0, *itertools.accumulate(map(width, lengths)))
+    ids_t = torch.zeros(bounds[-1], dtype=torch.long)
+    mask_t = torch.zeros(bounds[-1], dtype=torch.bool)
+    for start, length, (ids, mask) in zip(bounds, lengths, examples, strict=False):  # nothing predicts a first token
+        ids_t[start : start + length] = torch.as_tensor(ids, dtype=torch.long)
+        mask_t[start + 1 : start + length] = torch.as_tensor(mask[1:], dtype=torch.bool)
     row_l = mask_t.nonzero().flatten() - 1
-    position = torch.cat([torch.arange(length) for length in lengths])
-    return MicroBatch(ids_t[None], position[None], tuple(bounds), row_l, ids_t[row_l + 1], bounds[-1])
+    position = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(bounds)])
+    return MicroBatch(ids_t[None], position[None], bounds, row_l, ids_t[row_l + 1], sum(lengths))
