@@ -125,10 +125,11 @@ def chat(
 def doctor(
     probe: Annotated[bool, typer.Option("--probe", help="measure this machine's rates and remember them")] = False,
 ) -> None:
-    """What this machine can do, what is missing and the command that mends it."""
+    """What this machine can do, what is missing and the command that mends it; 1 when something keeps it from training."""
     from . import doctor as examination
 
-    examination.show(probe=probe)
+    if not examination.show(probe=probe).is_healthy:
+        raise typer.Exit(1)
 
 
 def _config(words: list[str], options: list[str]) -> Any:

@@ -159,7 +159,7 @@ class Config(_Section):
     data: str | None = Field(default=None, description="training examples: a file, or a known name")
     eval_data: str | None = Field(default=None, description="held-out examples; absent, a few are set aside from data")
     output_dir: str = Field(default="runs", description="folder of run folders")
-    name: str | None = Field(default=None, description="name of the run folder; absent, made from model and data")
+    name: str | None = Field(default=None, description="name of the run folder; absent, made from model and time")
     seed: Count = Field(default=0, description="of the order, the adapter's start and dropout")
     method: Literal["auto", "full", "lora"] = Field(
         default="auto", description="auto: the first of full, lora that fits"

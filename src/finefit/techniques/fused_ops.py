@@ -1,7 +1,7 @@
-"""finefit's own norm and gated product: autograd functions that keep what backward needs and no fp32 copies.
+"""finefit's own norm, gated product and packed attention: autograd functions that keep what backward needs, no fp32 copies.
 
-The plain modules keep two fp32 copies of a norm's input and the activated gate beside the gate. Same rounding points as
-transformers' modules; exact up to the order of a reduction.
+The plain modules keep two fp32 copies of a norm's input and the activated gate beside the gate. Exact up to the order of a
+reduction, and up to one rounding less in the rotation. Leaves Phi 3's MLP, whose gate and up are one weight, as it is.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class FusedOps(Technique):
                         setattr(parent, name, GatedMLP(child, act))
 
     def describe(self) -> str:
-        return "norms and gated MLPs keep only their inputs for backward"
+        return "norms, attention and gated MLPs of known families keep only their inputs for backward"
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         left = [
