@@ -91,7 +91,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
     width, left, height = 860, 250, 34
     scale = (width - left - 90) / max(r["measured"]["peak_bytes"] for r in rows)
-    out = []
+    out = [f'<text x="{left - 8}" y="17" class="s" text-anchor="end">above: predicted, below: measured</text>']
     for i, row in enumerate(rows):
         top = 34 + i * height
         out.append(f'<text x="{left - 8}" y="{top + 18}" text-anchor="end">{row["job"]}</text>')

@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from accuracy import machine
 from job import (
     ALPHA,
     GLOBAL_BATCH,
@@ -127,32 +129,49 @@ def _status_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-_KINDS = {
-    "gemm": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear", "mkldnn"),
-    "attention": ("aten::bmm", "aten::_softmax", "aten::_softmax_backward_data", "SegmentAttention"),
-    "loss": ("aten::logsumexp", "aten::exp_", "aten::gather", "aten::scatter_add_", "ChunkedCrossEntropy"),
-}
+_PARTS = {"SegmentAttention": "attention", "ChunkedCrossEntropy": "loss"}  # with all that runs inside them
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::bmm": 0}  # position of the first factor
 
 
 def profiled(step: Any) -> dict[str, Any]:
-    """Share of a step's operator time by kind, after one step to warm up."""
+    """Shares of one step's operator time, and the rate of its matrix products, after one step to warm up.
+
+    Products outside attention and loss are ``gemm``. ``flops`` are those of all products, as executed.
+    """
     from torch.profiler import ProfilerActivity, profile
 
+    from finefit import probe
+
+    peak = probe.measured()["cpu"]["matmul_flops_per_s"]["bfloat16"]
     step()
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
+    started = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - started
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
         step()
-    times = {e.key: e.self_cpu_time_total for e in prof.key_averages()}
+    times: dict[str, float] = dict.fromkeys(("gemm", "attention", "loss", "rest"), 0.0)
+    flops = 0
+    for event in prof.events() or ():
+        times[_part_of(event)] += event.self_cpu_time_total
+        if event.name in _PRODUCTS:
+            left, right = event.input_shapes[_PRODUCTS[event.name] :][:2]
+            flops += 2 * math.prod(left) * right[-1]
     total = sum(times.values())
-    shares = {
-        kind: sum(
-            t for key, t in times.items() if any(key == name or (name[0].isupper() and name in key) for name in names)
-        )
-        / total
-        for kind, names in _KINDS.items()
-    }
-    shares["rest"] = 1 - sum(shares.values())
-    top = sorted(times.items(), key=lambda item: -item[1])[:20]
-    return {"tool": "finefit", "shares": shares, "seconds": total / 1e6, "top": {k: t / total for k, t in top}}
+    return {
+        "tool": "finefit", "tool_version": version("finefit"), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+        "shares": {part: spent / total for part, spent in times.items()}, "seconds": seconds, "flops": flops,
+        "flops_per_s": flops / seconds, "measured_bf16_flops_per_s": peak,
+    }  # fmt: skip
+
+
+def _part_of(event: Any) -> str:
+    above = event
+    while above is not None:
+        for word, part in _PARTS.items():
+            if word in above.name:
+                return part
+        above = above.cpu_parent
+    return "gemm" if event.name in _PRODUCTS else "rest"
 
 
 if __name__ == "__main__":

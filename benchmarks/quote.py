@@ -30,7 +30,9 @@ WORDS = {
         "job": "{job}; {machine}, 2 threads, {date}. Paired runs, each tool in its own environment. "
         "finefit against the faster peer: **{ratio:.2f}×** the tokens per second at **{share:.0f} %** of the leaner "
         "one's memory. The goals were 2× at 50 %. LLaMA-Factory's packing fills rows of its own choice, so its steps are "
-        "other batches. Loss per step against TRL on the same batches: at most {loss:.2f} % apart.",
+        "other batches. Loss per step against TRL on the same batches: at most {loss:.2f} % apart. Of a step's operator time "
+        "{gemm:.0f} % are matrix products, {attention:.0f} % attention, {loss_share:.0f} % the loss, {rest:.0f} % the rest; "
+        "products run at {reached:.0f} GFLOP/s over the whole step, this machine's bf16 rate is {peak:.0f}.",
     },
     "zh": {
         "demo": "{machine}，{date}：{steps} 步训练用时 {train:.0f} 秒（含加载模型、预演与评估共 {whole:.0f} 秒），每秒 {rate:.0f} 个词元。"
@@ -40,7 +42,8 @@ WORDS = {
         "speed": "| 工具 | 设置 | 每秒真实词元（最小、中位、最大） | 超出已加载模型的内存峰值 |",
         "job": "{job}；{machine}，2 线程，{date}。成对运行，各工具使用自己的环境。与较快的对手相比，finefit 每秒词元为其 **{ratio:.2f} 倍**，"
         "内存为较省者的 **{share:.0f} %**。目标是 2 倍与 50 %。LLaMA-Factory 的打包自行选择每行的样本，因此它的批次不同。"
-        "在相同批次上，每步损失与 TRL 相差不超过 {loss:.2f} %。",
+        "在相同批次上，每步损失与 TRL 相差不超过 {loss:.2f} %。一步的算子时间里矩阵乘法占 {gemm:.0f} %，注意力 {attention:.0f} %，损失 {loss_share:.0f} %，"
+        "其余 {rest:.0f} %；按整步计乘法速率为 {reached:.0f} GFLOP/s，本机 bf16 实测速率为 {peak:.0f}。",
     },
 }
 
@@ -90,7 +93,18 @@ def speed(words: dict[str, str]) -> str:
     ratio = ours["real_tokens_per_s"]["median"] / max(row["real_tokens_per_s"]["median"] for row in peers)
     share = 100 * ours["peak_above_model_bytes"] / min(row["peak_above_model_bytes"] for row in peers)
     apart = 100 * max(abs(a / b - 1) for a, b in zip(ours["losses"], same["losses"], strict=True))
-    return "\n".join(lines) + "\n\n" + words["job"].format(**ours, ratio=ratio, share=share, loss=apart)
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + words["job"].format(**ours, ratio=ratio, share=share, loss=apart, **_where_time_goes())
+    )
+
+
+def _where_time_goes() -> dict[str, float]:
+    made = json.loads((RESULTS / "profile-cpu.json").read_text())
+    shares = {part: 100 * share for part, share in made["shares"].items()}
+    shares["loss_share"] = shares.pop("loss")
+    return {**shares, "reached": made["flops_per_s"] / 1e9, "peak": made["measured_bf16_flops_per_s"] / 1e9}
 
 
 def main() -> None:

@@ -3,7 +3,11 @@
 Every file is opened again after it was written: the tensors must be there, of the right shape, and not empty.
 """
 
+import errno
 import json
+import os
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,12 +74,32 @@ def load_trained(model: torch.nn.Module, folder: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, atomically, opened again and checked."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     held = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
     with replacing(path) as temporary:
-        save_file(held, temporary, {"format": "pt"})
+        try:
+            save_file(held, temporary, {"format": "pt"})
+        except SafetensorError as error:  # a full disk is one of these, with the system's number in its text
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     _reopen(path, tensors)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """The tokenizer's files, each whole or as it was."""
+    building = folder / ".tokenizer.tmp"
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        tokenizer.save_pretrained(building)
+        for path in sorted(building.iterdir()):
+            os.replace(path, folder / path.name)
+    except Exception as error:  # tokenizers has no class for a full disk
+        hint = "free some disk space, then finefit resume: only the tokenizer is missing"
+        raise CheckpointError(f"the tokenizer was not written: {error}", where=str(folder), hint=hint) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:

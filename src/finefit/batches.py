@@ -86,10 +86,10 @@ class FromOrder:
         tokens = longest * len(group) if padded else sum(self.widths[row] for row in group)
         return Micro(tokens, longest, max(1, sum(self.labelled[row] for row in group)))
 
-    def worst(self, max_sequences: int, max_tokens: int, padded: bool) -> list[int]:
-        """Rows of the micro-batch with the most tokens of the whole run; among equals the most labelled."""
+    def rows_of(self, micro: Micro, max_sequences: int, max_tokens: int, padded: bool) -> list[int]:
+        """Rows of the first micro-batch of the run with these sizes; ``work`` split the same way has it."""
         groups = (g for step in self.steps for g in self.groups(step, max_sequences, max_tokens))
-        return max(groups, key=lambda g: (self.micro(g, padded).tokens, self.micro(g, padded).labelled))
+        return next(g for g in groups if self.micro(g, padded) == micro)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ def loaded(run: Path, base: bool) -> tuple[Any, Any]:
     from .config import load
 
     config, plan = load(run / "config.yaml"), load_plan(run / "plan.json")
-    folder = base_of(run, config)
+    folder = base_of(run, config)[0]
     kept = [t for t in plan.techniques if isinstance(t, Precision) or (isinstance(t, Lora) and not base)]
     if plan.method == "full" and not base:
         _result(run, adapter.MODEL)

@@ -135,16 +135,17 @@ def doctor(
 def _config(words: list[str], options: list[str]) -> Any:
     """A run file or MODEL [DATA], then key=value overrides; options are overrides too."""
     from .config import load
+    from .session import standing
 
     names = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in names]
     if names and names[0].endswith((".yaml", ".yml")):
         if len(names) > 1:
             raise ConfigError(f"'{names[1]}' after a run file is not a setting", hint="say key=value")
-        return load(Path(names[0]), [*overrides, *options], {})
+        return standing(load(Path(names[0]), [*overrides, *options], {}))
     if len(names) > 2:
         raise ConfigError(f"'{names[2]}' is not a setting", hint="say MODEL DATA, then key=value")
-    return load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False)))
+    return standing(load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False))))
 
 
 def _carry_out(job: Any, log_format: str, resumed: bool) -> None:
@@ -192,7 +193,7 @@ def _steady_environment() -> None:
     missing = {key: value for key, value in _STEADY.items() if key not in os.environ}
     if missing and not os.environ.get("FINEFIT_RESTARTED"):
         os.environ.update(missing, FINEFIT_RESTARTED="1")
-        os.execv(sys.executable, [sys.executable, "-m", "finefit", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "finefit", *sys.argv[1:]])
 
 
 def main() -> None:

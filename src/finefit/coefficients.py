@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import EngineError
+from .errors import EngineError, ModelError, did_you_mean
 from .layout import Layout
 
 SHIPPED = Path(__file__).parent / "catalog" / "coefficients"
@@ -48,6 +48,10 @@ def derive(family: str, keys: list[str], into: Path | None = None) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        if "Unrecognized model identifier" in last:
+            known = [path.stem for path in SHIPPED.glob("*.json")]
+            hint = did_you_mean(family, known) or "update transformers, or pick a model whose model_type it knows"
+            raise ModelError(f"transformers does not know the architecture '{family}'", hint=hint)
         hint = "pip install 'finefit[train]' (planning this combination needs one trace of the real model)"
         raise EngineError(f"the step of a {family} model could not be traced: {last}", hint=hint)
 

@@ -6,6 +6,7 @@ FinefitError
 ├── ModelError       a model folder that is missing, incomplete or of an unknown architecture
 ├── DoesNotFit       no plan fits; the message argues
 ├── OutOfMemory      the device ran out while training
+├── Diverged         a loss or a gradient that is not a finite number
 ├── CheckpointError  saved state that is missing or damaged, or a disk that would not take it
 └── EngineError      a needed package or device is not there
 
@@ -47,6 +48,10 @@ class DoesNotFit(FinefitError):
 
 
 class OutOfMemory(FinefitError):
+    pass
+
+
+class Diverged(FinefitError):
     pass
 
 

@@ -49,6 +49,14 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "end": ("status", "step", "seconds", "loss_before", "loss_after"),
 }  # fmt: skip
 
+#: Fields that are figures wherever they stand, so that a reader may reckon with them; null where nothing is known.
+_FIGURES = frozenset({
+    "step", "steps", "seconds", "parameters", "trainable", "loss", "learning_rate", "grad_norm", "tokens",
+    "labelled_tokens", "tokens_per_s", "rss_bytes", "bytes", "loss_before", "loss_after",
+})  # fmt: skip
+_COUNTS = frozenset({"step", "steps"})
+_WORDS = (None, "nan", "inf", "-inf")
+
 _FLUSHED = frozenset({"save", "end"})
 _BLOCK_BYTES = 1 << 16
 
@@ -185,11 +193,33 @@ def _plain(value: Any) -> Any:
 def _parse(line: bytes, where: str) -> Event:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError("this line of the event log is damaged", where=where) from error
     if not isinstance(record, dict) or "event" not in record:
         raise CheckpointError("this line is not an event", where=where, hint="a run's log is its events.jsonl")
+    if complaint := _complaint(record):
+        raise CheckpointError(complaint, where=where, hint="the line was cut or edited; take it out to read the rest")
     return record
+
+
+def _complaint(record: Event) -> str:
+    """What keeps readers from this event, or an empty string; an event of a later version passes as it is."""
+    event = record["event"]
+    if not isinstance(event, str):
+        return f"the name of an event is text, not {json.dumps(event)[:40]}"
+    fields = FIELDS.get(event, ())
+    if missing := [name for name in fields if name not in record]:
+        return f"this '{event}' event lacks {', '.join(missing)}"
+    wrong = next((name for name in fields if name in _FIGURES and not _is_figure(name, record[name])), "")
+    return f"'{wrong}' of this '{event}' event must be a number, not {json.dumps(record[wrong])[:40]}" if wrong else ""
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if name in _COUNTS:
+        return isinstance(value, int)
+    return isinstance(value, int | float) or (not isinstance(value, list | dict) and value in _WORDS)
 
 
 def _cut_half_line(file: int) -> None:

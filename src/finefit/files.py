@@ -5,8 +5,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows: two writers are not noticed there
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -34,6 +40,20 @@ def replacing(path: Path) -> Iterator[Path]:
         ) from error
 
 
+def hold(folder: Path) -> IO[bytes]:
+    """Take ``folder`` for this process, until the file returned is closed; ConfigError when another one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("ab")
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        hint = "wait for it, stop it, or give another name=…"
+        raise ConfigError("another process is working in this run folder", where=str(folder), hint=hint) from error
+    return file
+
+
 def _flush(path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
@@ -50,7 +70,7 @@ def sync_folder(folder: Path) -> None:
 
 def _hint(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
-        return "the disk is full: free some space, then `finefit resume` continues from the last checkpoint"
+        return "the disk is full: free some space and repeat the command; a run goes on with `finefit resume`"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return "the folder cannot be written to: choose another output_dir"
     return "check that the disk is there and writable"

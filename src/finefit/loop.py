@@ -4,6 +4,7 @@ The loss of a step is a sum over labelled tokens divided by the labelled tokens 
 gradient does not depend on how the batch was split.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Literal
 import psutil
 from torch.nn import Parameter
 
+from .errors import Diverged
 from .events import EventLog
 from .run import MicroBatch, Run, summed_loss, trainable
 
@@ -65,7 +67,10 @@ def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Liter
 def optimizer_step(
     run: Run, batches: Sequence[MicroBatch], parameters: Sequence[Parameter], learning_rate: float
 ) -> tuple[float, float, int, int]:
-    """One update from one global batch: (loss per labelled token, gradient norm, real tokens, labelled tokens)."""
+    """One update from one global batch: (loss per labelled token, gradient norm, real tokens, labelled tokens).
+
+    Diverged, and no update, where the loss or the norm is not finite (a loss scaler has its own way with that).
+    """
     assert run.optimizer is not None
     labelled = sum(len(batch.label_l) for batch in batches)
     for group in run.optimizer.param_groups:
@@ -77,6 +82,8 @@ def optimizer_step(
         total += loss.item()
     run.scaler.unscale_(run.optimizer)
     norm = run.clip(parameters).item()
+    if not (run.scaler.is_enabled() or math.isfinite(total + norm)):
+        raise Diverged(f"loss {total}, norm {norm}", hint="try a smaller train.learning_rate, or look at the data")
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)

@@ -1,18 +1,21 @@
 """Plan: what will run and why; JSON both ways. Made by ``search``, never edited afterwards."""
 
+import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
 from .files import write_atomically
 from .footprint import Footprint
-from .techniques import Technique, from_json
+from .techniques import TECHNIQUES, Technique, from_json
 from .units import format_bytes, format_seconds
 
 VERSION = 1
+_AGAIN = "make it again: finefit plan MODEL -o FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"not a plan: it must be an object, not {_shown(data)}", hint=_AGAIN)
         if data.get("version") != VERSION:
             raise ConfigError(f"this plan is of version {data.get('version')}", hint="make it again: finefit plan")
+        _check_plan(cls, data)
         given = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
         return cls(**{
             **given,
@@ -84,14 +90,104 @@ class Plan:
 def load(path: Path) -> Plan:
     """Read a plan file, or ConfigError saying where it is wrong."""
     try:
-        return Plan.from_json(json.loads(path.read_text()))
+        return Plan.from_json(json.loads(path.read_bytes().decode("utf-8-sig")))
     except OSError as error:
         raise ConfigError(f"cannot read the plan: {error.strerror}", where=str(path)) from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"not a plan: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        hint = "make it again: finefit plan MODEL -o FILE"
-        raise ConfigError(f"not a plan of this version: {error}", where=str(path), hint=hint) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not a plan: byte {error.start} is not UTF-8 text", where=str(path), hint=_AGAIN) from error
+    except (ValueError, RecursionError) as error:  # JSON by its grammar, with a number or a nesting beyond all measure
+        raise ConfigError(f"not a plan: {error}", where=str(path), hint=_AGAIN) from error
+    except ConfigError as error:
+        raise ConfigError(error.message, where=str(path), hint=error.hint) from error
+
+
+def _check_plan(kind: type[Plan], data: Mapping[str, Any]) -> None:
+    """Every field is there and of its type, before anything is made of it; what is written next to it is left alone."""
+    techniques = data.get("techniques")
+    _check_fields(kind, {**data, "techniques": []} if "techniques" in data else data, "")
+    if not isinstance(techniques, list):
+        raise _unlike("techniques", "a list", techniques)
+    for at, one in enumerate(techniques):
+        _check_technique(one, f"techniques[{at}]")
+    names = [one["name"] for one in techniques]
+    for name in ("accumulation", *names):
+        if names.count(name) != 1:
+            raise _unlike("techniques", f"one technique '{name}'", names.count(name))
+    if not data["predicted"]["moments"]:
+        raise _unlike("predicted.moments", "at least one moment", {})
+    for name in ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps"):
+        if data[name] < 1:
+            raise _unlike(name, "at least 1", data[name])
+
+
+def _check_technique(data: Any, where: str) -> None:
+    if not isinstance(data, Mapping):
+        raise _unlike(where, "an object", data)
+    kinds = {kind.name: kind for kind in TECHNIQUES}
+    name = data.get("name")
+    if not isinstance(name, str) or name not in kinds:
+        raise _unlike(f"{where}.name", f"one of {', '.join(kinds)}", name)
+    settings = {key: value for key, value in data.items() if key not in ("name", "says")}
+    _check_fields(kinds[name], settings, f"{where}.")
+
+
+def _check_fields(kind: type[Any], data: Mapping[str, Any], prefix: str) -> None:
+    """``data`` has every field of the dataclass that needs a value, all of their types; ``prefix`` is where it stands."""
+    types, fields = get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    for name, field in fields.items():
+        if name in data:
+            _check_value(types[name], data[name], f"{prefix}{name}")
+        elif field.default is field.default_factory is dataclasses.MISSING or kind is Plan:
+            raise ConfigError(f"not a plan of this version: '{prefix}{name}' is missing", hint=_AGAIN)
+    if kind in (Plan, Footprint):  # beside their fields stand what follows from them and what later versions may add
+        return
+    if unknown := [key for key in data if key not in fields]:
+        raise ConfigError(f"not a plan of this version: it knows no '{prefix}{unknown[0]}'", hint=_AGAIN)
+
+
+def _check_value(kind: Any, value: Any, where: str) -> None:
+    """The JSON ``value`` is one of the type ``kind``: a dataclass, a tuple, a mapping, words or a plain type."""
+    inner, origin = get_args(kind), get_origin(kind)
+    if origin is Literal:
+        if value not in inner:
+            raise _unlike(where, " or ".join(inner), value)
+    elif origin is tuple:
+        if not isinstance(value, list):
+            raise _unlike(where, "a list", value)
+        for at, one in enumerate(value):
+            _check_value(inner[0], one, f"{where}[{at}]")
+    elif origin is Mapping or dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise _unlike(where, "an object", value)
+        if origin is not Mapping:
+            _check_fields(kind, value, f"{where}.")
+            return
+        for key, one in value.items():
+            _check_value(inner[1], one, f"{where}.{key}")
+    elif not _is_plain(kind, value):
+        raise _unlike(where, _PLAIN[kind], value)
+
+
+_PLAIN = {int: "a whole number, 0 or more", float: "a number", bool: "true or false", str: "text"}
+
+
+def _is_plain(kind: Any, value: Any) -> bool:
+    """Counts and bytes are never negative; JSON has one kind of number, so 32 is a float as well; true is no number."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is int:
+        return isinstance(value, int) and value >= 0
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+
+
+def _unlike(where: str, expected: str, found: Any) -> ConfigError:
+    return ConfigError(f"not a plan of this version: '{where}' must be {expected}, not {_shown(found)}", hint=_AGAIN)
+
+
+def _shown(found: Any) -> str:
+    return "null" if found is None else str(found).lower() if isinstance(found, bool) else reprlib.repr(found)
 
 
 def diff(a: Plan, b: Plan) -> list[tuple[str, str, str]]:

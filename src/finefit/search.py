@@ -152,7 +152,7 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
     job, kind = question.job, question.hardware.kind
     chosen: list[Technique] = [precision_of(question)]
     if job.method == "lora":
-        chosen.append(Lora(job.rank, job.alpha, job.dropout, job.targets, job.seed))
+        chosen.append(Lora(job.rank, job.alpha, job.dropout, job.targets))
     if job.pin("fused_ops") != "false":
         chosen.append(FusedOps())
     if job.pin("packing") != "false":

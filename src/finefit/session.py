@@ -18,9 +18,10 @@ from .config import Config, dump, load
 from .data.order import InOrder, Order
 from .data.readers import HELD_OUT, Source, open_source
 from .data.tokens import TokenStore, prepare
-from .errors import CheckpointError, ConfigError, EngineError
-from .files import write_atomically
+from .errors import CheckpointError, ConfigError, DataError, DoesNotFit, EngineError, ModelError
+from .files import hold, write_atomically
 from .hardware import HardwareSpec
+from .obey import Wish, obeyed
 from .plan import Plan
 from .search import Question, search
 from .spec import JobSpec, ModelSpec, resolve_model
@@ -58,7 +59,13 @@ def tokenizer_of(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise EngineError("training needs transformers", hint="pip install 'finefit[train]'") from error
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    resolve_model(str(folder))  # says what is wrong with a config.json before transformers trips over it
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a library raises on a file it cannot read: the file is the user's
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        hint = "tokenizer.json and tokenizer_config.json are missing, damaged, or of a newer transformers"
+        raise ModelError(f"the tokenizer cannot be read: {first}", where=str(folder), hint=hint) from error
 
 
 def read_data(config: Config, tokenizer: Any) -> Data:
@@ -122,6 +129,18 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: Da
     return search(Question(model, hardware, job, batches, budget_of(config, hardware)))
 
 
+def obey(plan_file: Path, config: Config, model: ModelSpec, hardware: HardwareSpec, data: Data) -> Plan:
+    """The plan in the file, found to be of this run, with its prediction for this data."""
+    limit = None if config.memory.budget == "auto" else budget_of(config, hardware).limit_bytes
+    examples = min(config.train.global_batch_size, len(data.rows))
+    wish = Wish(config, model, hardware, data.batches(), examples, limit)
+    try:
+        return obeyed(plans.load(plan_file), wish)
+    except (ConfigError, DoesNotFit) as error:
+        error.where = error.where or str(plan_file)
+        raise
+
+
 def called(config: Config) -> str:
     """The model's name in plans and folders: the last part of what the user wrote."""
     return config.model.rstrip("/").rpartition("/")[2]
@@ -148,6 +167,8 @@ class Job:
     tokenizer: Any
     model_folder: Path
     folder: Path
+    held: Any
+    """The folder's lock, given back when the job is gone."""
     said: tuple[str, ...] = ()
 
 
@@ -156,17 +177,19 @@ def new(config: Config, plan_file: Path | None) -> Job:
     folder = run_folder(config)
     asset = model_folder(config.model)
     tokenizer = tokenizer_of(asset.folder)
+    check_base(asset.folder)
     model, data = replace(resolve_model(str(asset.folder)), name=called(config)), read_data(config, tokenizer)
     hardware = hardware_of(config, None)
-    plan = plans.load(plan_file) if plan_file else make_plan(config, model, hardware, data)
-    if plan.model != model.name:
-        raise ConfigError(f"the plan is for {plan.model}, not {model.name}", where=str(plan_file))
+    plan = obey(plan_file, config, model, hardware, data) if plan_file else make_plan(config, model, hardware, data)
     check_disk(folder, plan)
+    held = hold(folder)
+    run_folder(config.model_copy(update={"name": folder.name}))  # nobody was quicker
     write_atomically(folder / "config.yaml", dump(config).encode())
     plan.save(folder / "plan.json")
-    write_atomically(folder / BASE, json.dumps({"folder": str(asset.folder), "says": asset.says}).encode())
+    base = {"folder": str(asset.folder), "says": asset.says, "data": data.store.folder.name}
+    write_atomically(folder / BASE, json.dumps(base).encode())
     said = tuple(sentence for sentence in (asset.says, *data.store.says()) if sentence)
-    return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, said)
+    return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, held, said)
 
 
 def again(folder: Path) -> Job:
@@ -174,17 +197,40 @@ def again(folder: Path) -> Job:
     if not (folder / "config.yaml").is_file() or not (folder / "plan.json").is_file():
         hint = "a run folder has config.yaml and plan.json"
         raise CheckpointError("there is no run here", where=str(folder), hint=hint)
+    held = hold(folder)
     config = load(folder / "config.yaml")
-    base = base_of(folder, config)
+    base, key = base_of(folder, config)
     tokenizer = tokenizer_of(base)
     data, plan = read_data(config, tokenizer), plans.load(folder / "plan.json")
-    return Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder)
+    if data.store.folder.name != key:
+        held.close()
+        hint = "put the data back as it was, or start a new run with it"
+        raise DataError("the data is not what the run began with", where=str(config.data), hint=hint)
+    return Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held)
 
 
-def base_of(folder: Path, config: Config) -> Path:
-    """The very files the run began with: another copy under the same name may differ."""
+def standing(config: Config) -> Config:
+    """The config with paths that hold wherever a run is resumed from."""
+    paths = {key: getattr(config, key) for key in ("model", "data", "eval_data")}
+    known = {key: str(Path(word).absolute()) for key, word in paths.items() if word and Path(word).exists()}
+    return config.model_copy(update=known)
+
+
+def check_base(folder: Path) -> None:
+    """A checkpoint stored in a quantised format is codes and scales, not weights: refuse it rather than train on it."""
+    stored = json.loads((folder / "config.json").read_text())
+    kind = stored.get("quantization_config", stored.get("compression_config"))
+    if kind:
+        method = kind.get("quant_method", "an unknown method") if isinstance(kind, dict) else kind
+        hint = "take the model's 16-bit version; quantised bases are not supported yet"
+        raise ModelError(f"the weights are quantised ({method})", where=str(folder / "config.json"), hint=hint)
+
+
+def base_of(folder: Path, config: Config) -> tuple[Path, str]:
+    """The very files the run began with (another copy under the same name may differ), and the key of its data."""
     try:
-        noted = Path(json.loads((folder / BASE).read_text())["folder"])
+        made = json.loads((folder / BASE).read_text())
+        noted, key = Path(made["folder"]), made["data"]
     except (OSError, ValueError, KeyError) as error:
         hint = "the run folder is incomplete; start the run again"
         raise CheckpointError(
@@ -193,7 +239,7 @@ def base_of(folder: Path, config: Config) -> Path:
     if not noted.is_dir():
         hint = f"bring the folder back, or start again with {config.model}"
         raise CheckpointError(f"the model the run began with is gone: {noted}", where=str(folder), hint=hint)
-    return noted
+    return noted, key
 
 
 def check_disk(folder: Path, plan: Plan) -> None:

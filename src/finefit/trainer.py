@@ -14,10 +14,11 @@ from . import adapter, checkpoint, evaluate, loop, models
 from .batches import FromOrder
 from .build import Optimizing, build
 from .config import Config
-from .errors import DataError, OutOfMemory
+from .errors import DataError, Diverged, OutOfMemory
 from .events import EventLog, number, steps
 from .footprint import Footprint
 from .layout import Micro
+from .obey import worst_rows
 from .predict import footprint
 from .rehearse import rehearse
 from .report import write_report
@@ -25,7 +26,6 @@ from .run import Example, MicroBatch, Run, trainable
 from .search import rewrite
 from .session import LEARNING_RATE, Job
 from .spec import ModelSpec
-from .techniques import Accumulation, Packing
 from .units import format_bytes
 
 _UNCHANGED_LENGTH = 2  # examples used to check that packed neighbours do not see each other
@@ -35,16 +35,25 @@ def carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     """Train by the plan; the run's status. Events tell everything that happens."""
     try:
         return _carry_out(job, log, resumed)
+    except Diverged as error:
+        _tell_failed(job, log)
+        error.where = str(job.folder)
+        error.message = f"stopped before an update that is not a number ({error.message}); the last checkpoint is kept"
+        raise
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
         log.write("out_of_memory", step=_last_step(job), message=str(error).splitlines()[0])
-        log.write("end", status="failed", step=_last_step(job), seconds=0.0, loss_before=None, loss_after=None)
+        _tell_failed(job, log)
         predicted = format_bytes(job.plan.predicted.total_bytes)
         raise OutOfMemory(
             f"the device ran out of memory; the plan foresaw {predicted} of {format_bytes(job.plan.budget_bytes)}",
             where=str(job.folder), hint="start again with a smaller memory.budget; something else may be using the memory",
         ) from error  # fmt: skip
+
+
+def _tell_failed(job: Job, log: EventLog) -> None:
+    log.write("end", status="failed", step=_last_step(job), seconds=0.0, loss_before=None, loss_after=None)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -79,7 +88,7 @@ def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
         status = loop.train(run, _pace(job), hooks, log, done)
     if status == "finished":
         adapter.save_trained(run.model, job.folder, job.config.model)
-        job.tokenizer.save_pretrained(job.folder)
+        adapter.save_tokenizer(job.tokenizer, job.folder)
     first, last = _held_out_losses(job.folder, losses)
     step = job.data.steps if status == "finished" else _last_step(job)
     log.write(
@@ -106,6 +115,7 @@ def _build(job: Job, log: EventLog, resumed: bool) -> Run:
         )  # fmt: skip
     at = job.config.train
     peak = LEARNING_RATE[plan.method] if at.learning_rate == "auto" else at.learning_rate
+    torch.manual_seed(job.config.seed)  # dropout draws from the global generator, which checkpoints keep
     run = build(
         models.config_of(job.model_folder), plan.techniques, models.fill_from(job.model_folder), device,
         Optimizing(peak, at.weight_decay), job.config.seed,
@@ -146,17 +156,18 @@ def _predicted_for(job: Job, rows: list[int]) -> Footprint:
 def _check_targets(job: Job) -> None:
     """The end-of-turn token must be a target: a model that never learns to stop is the commonest silent mistake."""
     store, eos = job.data.store, job.tokenizer.eos_token_id
-    rows = evaluate.spaced(len(store), 16)
-    trained = {int(t) for row in rows for t, on in zip(*_example(store, row), strict=True) if on}
-    if eos is not None and eos not in trained and not store.index.get("truncated"):
+    cut = job.config.train.max_length  # a truncated example has lost its end
+    whole = [row for row in evaluate.spaced(len(store), 64) if store.lengths[row] < cut][:16]
+    if not whole:
+        return
+    trained = {int(t) for row in whole for t, on in zip(*_example(store, row), strict=True) if on}
+    if eos is not None and eos not in trained:
         hint = "the chat template does not end a turn with the tokenizer's end token"
         raise DataError(f"the end-of-turn token {eos} is never trained", hint=hint)
 
 
 def _worst_rows(job: Job) -> list[int]:
-    split = next(t for t in job.plan.techniques if isinstance(t, Accumulation))
-    padded = not any(isinstance(t, Packing) for t in job.plan.techniques)
-    return job.data.batches().worst(split.micro_batch_size, split.micro_batch_tokens, padded)
+    return worst_rows(job.plan, ModelSpec.from_folder(job.model_folder), job.hardware, job.data.batches())
 
 
 def _example(store: Any, row: int) -> Example:

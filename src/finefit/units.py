@@ -10,6 +10,8 @@ _FACTOR = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
 _NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*$")
+#: No device has more; a larger number is a slip of the hand, and one with 400 digits is no float at all.
+MOST_BYTES = 2**60
 _HINT = "say 8GiB, 24GB, 80%, -1GiB (leave that much) or 6GiB..8GiB"
 
 
@@ -18,7 +20,10 @@ def parse_bytes(text: str) -> int:
     match = _NUMBER.match(text)
     if not match or match[2].lower() not in _FACTOR:
         raise ConfigError(f"'{text}' is not an amount of memory", hint=_HINT)
-    return int(float(match[1]) * _FACTOR[match[2].lower()])
+    n_bytes = float(match[1]) * _FACTOR[match[2].lower()]
+    if n_bytes > MOST_BYTES:
+        raise ConfigError(f"'{text}' is more memory than any device has", hint=_HINT)
+    return int(n_bytes)
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -57,9 +62,19 @@ def parse_budget(text: str, total_bytes: int) -> Budget:
     low, dots, high = text.partition("..")
     aim = _amount(low, total_bytes)
     limit = _amount(high, total_bytes) if dots else aim
-    if aim <= 0 or limit < aim:
-        raise ConfigError(f"the budget '{text}' leaves nothing to use of {format_bytes(total_bytes)}", hint=_HINT)
+    for word, amount in ((low, aim), (high, limit)) if dots else ((low, aim),):
+        if amount <= 0:
+            raise ConfigError(_nothing(text, word.strip(), total_bytes), hint=_HINT)
+    if limit < aim:
+        raise ConfigError(f"the budget '{text}' ends below where it begins", hint=_HINT)
     return Budget(aim, limit, text)
+
+
+def _nothing(text: str, word: str, total_bytes: int) -> str:
+    """Why there is nothing to use; the device is only spoken of where the budget was measured against it."""
+    if word.startswith("-"):
+        return f"the budget '{text}' leaves nothing to use of {format_bytes(total_bytes)}"
+    return f"the budget '{text}' is no memory at all"
 
 
 def _amount(text: str, total_bytes: int) -> int:

@@ -132,6 +132,65 @@ def test_plan_file_is_obeyed(finefit, model, data, tmp_path):
     assert techniques["accumulation"]["micro_batch_tokens"] == 300
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["method=full"], "method is full, the plan has lora"),
+        (["lora.rank=8"], "lora.rank is 8, the plan has 4"),
+        (["memory.checkpointing=all"], "memory.checkpointing is 4, the plan has 3"),
+        (["memory.precision=fp32"], "memory.precision is fp32"),
+        (["train.max_grad_norm=0.5"], "train.max_grad_norm is 0.5, the plan has 1"),
+        (["memory.budget=1MiB"], "the budget is 1 MiB"),
+    ],
+)
+def test_a_plan_of_another_run_is_refused(finefit, model, data, tmp_path, words, expected):
+    plan = tmp_path / "plan.json"
+    finefit("plan", model, data, *SHORT, "memory.checkpointing=3", "memory.precision=bf16", "-o", plan)
+    given = [word for word in SHORT if word.partition("=")[0] not in {w.partition("=")[0] for w in words}]
+    said = finefit("train", model, data, *given, *words, "--plan", plan, f"output_dir={tmp_path}/r", expect=2).stderr
+    assert said.startswith(f"error: {plan}: ") and expected in said and not (tmp_path / "r").exists()
+
+
+def test_a_plan_is_predicted_again_for_other_data(finefit, model, data, tmp_path):
+    """Made for short examples, it foresees what the long ones of this run need."""
+    short, plan = write(tmp_path / "short.jsonl", chat("a", "b"), chat("c", "d")), tmp_path / "plan.json"
+    finefit("plan", model, short, *SHORT, "-o", plan)
+    finefit("train", model, data, *SHORT, "train.steps=1", "--plan", plan, "name=other", f"output_dir={tmp_path}")
+    (made,), (memory,) = (events(tmp_path / "other", name) for name in ("plan", "memory"))
+    assert made["predicted"]["peak_bytes"] > json.loads(plan.read_text())["predicted"]["peak_bytes"]
+    assert memory["predicted"]["peak_bytes"] == made["predicted"]["peak_bytes"]
+
+
+def test_one_process_a_run_folder(finefit, environment, model, data, tmp_path):
+    words = [*SHORT, "train.steps=400", "name=twin", f"output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "finefit", "train", str(model), str(data), *words]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.time() + 120
+        while time.time() < deadline and not (tmp_path / "twin" / "events.jsonl").exists():
+            time.sleep(0.01)
+        assert "another process" in finefit("resume", tmp_path / "twin", expect=2).stderr
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_resume_wants_the_data_the_run_began_with(finefit, model, tmp_path):
+    path = write(tmp_path / "d.jsonl", *(chat(f"q{i}", f"a{i}") for i in range(20)))
+    words = (*SHORT, "train.steps=2", "name=run", f"output_dir={tmp_path}")
+    finefit("train", model, path.name, *words, cwd=tmp_path)
+    finefit("resume", tmp_path / "run", cwd="/")
+    write(path, *(chat(f"other {i}", f"a{i}") for i in range(20)))
+    assert "not what the run began with" in finefit("resume", tmp_path / "run", expect=2).stderr
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update(finefit, model, data, tmp_path):
+    words = (*SHORT, "train.steps=9", "train.learning_rate=1e30", "train.max_grad_norm=0", "train.save_every=1")
+    said = finefit("train", model, data, *words, "name=nan", f"output_dir={tmp_path}", expect=2).stderr
+    assert "not a number" in said and "Traceback" not in said
+    assert events(tmp_path / "nan", "end")[0]["status"] == "failed"
+
+
 def test_plan_diff_names_what_differs(finefit, model, tmp_path):
     for name, blocks in (("a.json", 1), ("b.json", 4)):
         finefit("plan", model, *SHORT, f"memory.checkpointing={blocks}", "-o", tmp_path / name)
@@ -234,13 +293,11 @@ def test_model_folder_without_weights(finefit, model, data, tmp_path):
 
 
 def test_unknown_architecture(finefit, model, data, tmp_path):
-    (tmp_path / "m").mkdir()
-    for path in model.iterdir():
-        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
+    copy_of(model, tmp_path / "m")
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "model_type": "llamma"}))
     said = finefit("train", tmp_path / "m", data, "method=lora", f"output_dir={tmp_path}", expect=2).stderr
-    assert "llamma" in said and "Traceback" not in said
+    assert "llamma" in said and "'llama'" in said and len(said) < 400 and "Traceback" not in said
 
 
 def test_plan_is_quick_and_torch_free(environment):
@@ -251,3 +308,34 @@ def test_plan_is_quick_and_torch_free(environment):
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert float(done.stdout.rpartition("SECONDS")[2]) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("config.json", '{"a":', "config.json"),
+        ("config.json", "[1]", "config.json"),
+        ("tokenizer.json", "{", "tokenizer"),
+        ("tokenizer.json", None, "tokenizer"),
+    ],
+)
+def test_a_broken_model_folder_is_one_message(finefit, model, data, tmp_path, file, content, expected):
+    folder = copy_of(model, tmp_path / "m")
+    (folder / file).unlink() if content is None else (folder / file).write_text(content)
+    said = finefit("train", folder, data, "method=lora", f"output_dir={tmp_path}/r", expect=2).stderr
+    assert said.startswith("error: ") and expected in said and "Traceback" not in said
+
+
+def test_a_quantised_base_is_refused(finefit, model, data, tmp_path):
+    folder = copy_of(model, tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    said = finefit("train", folder, data, "method=lora", f"output_dir={tmp_path}/r", expect=2).stderr
+    assert "quantised (fp8)" in said and not (tmp_path / "r").exists()
+
+
+def copy_of(model, folder):
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder

@@ -247,3 +247,10 @@ def test_a_leak_is_seen():
     run.optimizer.zero_grad(set_to_none=True)
     assert [e.n_bytes for e in alive(ledger) if not e.owner] == [16 * 64 * 4]
     assert isinstance(hoard[0], torch.Tensor) and isinstance(run.model, nn.Module)
+
+
+def test_the_prediction_knows_the_attention_s_block():
+    from finefit.nn import attention
+    from finefit.predict import QUERY_BLOCK
+
+    assert attention.QUERY_BLOCK == QUERY_BLOCK

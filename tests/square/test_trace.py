@@ -7,7 +7,7 @@ import random
 import pytest
 
 from finefit import coefficients, trace
-from finefit.errors import EngineError
+from finefit.errors import ModelError
 from finefit.poly import dominates, plus, times, value
 from finefit.techniques import Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
 from finefit.techniques.packing import packed
@@ -189,7 +189,7 @@ def test_a_subprocess_derives_what_this_process_does(traced_in_process, layout, 
 
 
 def test_what_cannot_be_traced_says_why(traced_in_process, tmp_path):
-    with pytest.raises(EngineError, match="a nonesuch model could not be traced"):
+    with pytest.raises(ModelError, match="does not know the architecture 'nonesuch'"):
         traced_in_process("nonesuch", ["fp32 tied plain"], tmp_path / "nonesuch.json")
 
 

@@ -45,10 +45,10 @@ def test_nothing_labelled_still_takes_a_row():
     assert BATCHES.micro([5], padded=False) == Micro(16, 16, 1)
 
 
-def test_the_worst_rows_are_those_of_a_largest_micro_batch():
-    rows = BATCHES.worst(3, 48, padded=False)
+def test_rows_of_a_largest_micro_batch():
+    rows = BATCHES.rows_of(Micro(48, 32, 30), 3, 48, padded=False)
     assert rows == [3, 5]
-    assert sorted(BATCHES.worst(3, 0, padded=False)) == [3, 4, 5]
+    assert sorted(BATCHES.rows_of(Micro(80, 32, 37), 3, 0, padded=False)) == [3, 4, 5]
 
 
 def test_uniform_is_an_order_of_equal_examples():

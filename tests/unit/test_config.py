@@ -193,6 +193,41 @@ def test_one_complaint(run_file: Path, text: str, expected: str) -> None:
     assert expected == told[: len(expected)] if "constructor" in expected else expected == told
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: 1\nmodel: a\0b\n", "run.yaml:2:9: this is not YAML: the character U+0000 cannot stand here"),
+        ("model: 2026-13-45\n", "run.yaml:1:8: '2026-13-45' is not a valid timestamp"),
+        ("model: m\nlora: {rank: 2026-13-45}\n", "run.yaml:2:14: '2026-13-45' is not a valid timestamp"),
+        ("model: m\n2026-13-45: 1\n", "run.yaml:2:1: '2026-13-45' is not a valid timestamp"),
+        ("model: [2026-13-45]\n", "run.yaml:1:8: something in here is not a valid value"),
+        ("model: m\nseed: !!int many\n", "run.yaml:2:7: 'many' is not a valid int"),
+        ("model: m\nseed: !!bool many\n", "run.yaml:2:7: 'many' is not a valid bool"),
+        ("model: m\nseed: !!timestamp many\n", "run.yaml:2:7: 'many' is not a valid timestamp"),
+        ("model: m\nseed: 0b_\n", "run.yaml:2:7: '0b_' is not a valid int"),
+        (f"model: m\nseed: {'9' * 5000}\n", "run.yaml:2:7: '999999999999...9999999999999' is not a valid int"),
+        ('model: "\\UFFFFFFFF"\n', "run.yaml:1:11: this is not YAML: "),
+        ("model: " + "[" * 5000, "run.yaml: this is nested too deeply"),
+        ('model: "a\\0b"\n', "run.yaml:1:8: 'model': a NUL character cannot be in a name"),
+        ("model: m\nname: ../../esc\n",
+         "run.yaml:2:7: 'name': '../../esc' is not the name of one folder; "
+         "say where with output_dir, and name without / and .."),
+        ("model: m\nname: ..\n", "run.yaml:2:7: 'name': '..' is not the name of one folder"),
+        ("model: m\nname: /tmp\n", "run.yaml:2:7: 'name': '/tmp' is not the name of one folder"),
+        ("model: m\nname: ''\n", "run.yaml:2:7: 'name': '' is not the name of one folder"),
+        ("model: m\nmemory: {budget: 0}\n", "run.yaml:2:18: 'memory.budget': the budget '0' is no memory at all; say 8GiB"),
+        ("model: m\nmemory: {budget: 8GiB..6GiB}\n",
+         "run.yaml:2:18: 'memory.budget': the budget '8GiB..6GiB' ends below where it begins; say"),
+    ],
+)  # fmt: skip
+def test_what_yaml_and_the_system_would_choke_on_is_one_complaint(run_file: Path, text: str, expected: str) -> None:
+    assert written(run_file, text).startswith(expected)
+
+
+def test_an_override_that_yaml_chokes_on_is_text() -> None:
+    assert load(None, ["name=2026-13-45"], {"model": "m"}).name == "2026-13-45"
+
+
 def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(run_file: Path) -> None:
     run_file.write_text("model: m\ntrain:\n    steps: many\n    learning_rte: 2e-4\nrank: 8\nseed: 1\nseed: -1\n")
     expected = """\

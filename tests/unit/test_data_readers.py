@@ -159,6 +159,11 @@ def test_a_wrong_second_row_is_refused_with_its_line(tmp_path, row, said):
         ('[{"prompt": "a", "completion": "b"}\n{}]', ":2:1", "Expecting ',' delimiter"),
         ('[{"prompt": "a", "completion": "b"}', ":1:36", "Expecting ',' delimiter"),
         ('[{"prompt": "a", "completion": "b"}]\n[]', ":2", "more after the end of the JSON array"),
+        ('\n{"prompt": "a", "completion": "b", "prompt": "c"}', ":2", "key 'prompt' stands twice"),
+        ('{"messages": [{"role": "user", "role": "user"}]}', ":1", "key 'role' stands twice"),
+        ('[{"prompt": "a", "completion": "b"},\n{"prompt": "a", "prompt": "c"}]', ":2", "key 'prompt' stands twice"),
+        ('{"prompt": ' + "9" * 5000 + "}", ":1", "invalid JSON: "),
+        ('{"prompt": ' + "[" * 100_000, ":1", "nested too deeply"),
         ("[]", "", "no rows"),
         ("\n\n", "", "no rows"),
         ("", "", "the file is empty"),
@@ -177,6 +182,8 @@ def test_broken_files_are_refused_with_line_and_column(tmp_path, text, place, sa
 def test_csv_with_wrong_cells_bad_bytes_and_damaged_gz(tmp_path):
     assert "more cells than the header" in str(_refusal(_file(tmp_path, "prompt,completion\na,b,c\n", "a.csv")))
     assert "fewer cells than the header" in str(_refusal(_file(tmp_path, "prompt,completion\na\n", "b.csv")))
+    twice = _refusal(_file(tmp_path, "prompt,completion,prompt\na,b,c\n", "c.csv"))
+    assert "c.csv:1: column 'prompt' stands twice in the header" in str(twice)
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9"}')
     assert f"{latin}:2:13: not UTF-8 text: byte 0xe9" in str(_refusal(latin))

@@ -80,13 +80,34 @@ def test_a_file_that_is_one_half_line_becomes_empty(tmp_path: Path) -> None:
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
-    path.write_text('{"event":"warn"}\nnonsense\n{"event":"warn"}\n')
+    good = '{"event":"warn","message":"","hint":""}'
+    path.write_text(f"{good}\nnonsense\n{good}\n")
     with pytest.raises(CheckpointError) as caught:
         list(read(path))
     assert f"{path}:2: this line of the event log is damaged" == str(caught.value)
     path.write_text("[]\n")
     with pytest.raises(CheckpointError, match="this line is not an event"):
         list(read(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"event": "step"}, "this 'step' event lacks step, steps, loss, "),
+        ({"event": "warn", "message": ""}, "this 'warn' event lacks hint"),
+        ({"event": "step", **STEP, "step": "x"}, "'step' of this 'step' event must be a number, not \"x\""),
+        ({"event": "step", **STEP, "step": None}, "'step' of this 'step' event must be a number, not null"),
+        ({"event": "step", **STEP, "step": 1, "loss": []}, "'loss' of this 'step' event must be a number, not []"),
+        ({"event": "step", **STEP, "step": 1, "loss": "low"}, "'loss' of this 'step' event must be a number"),
+        ({"event": []}, "the name of an event is text, not []"),
+    ],
+)
+def test_a_line_that_is_not_the_event_it_says_is_named(tmp_path: Path, line: dict[str, object], message: str) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"event":"of a later version"}\n' + json.dumps(line) + "\n")
+    with pytest.raises(CheckpointError) as caught:
+        list(read(path))
+    assert str(caught.value).startswith(f"{path}:2: {message}")
 
 
 def test_a_missing_log_is_the_users_to_know(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_an_infinite_clip_is_read_back(plan, tmp_path):
 
 
 def test_every_technique_is_read_back():
-    for technique in (Lora(4, 8.0, 0.1, ("q_proj", "v_proj"), 3), Checkpointing(2), Accumulation(2, 512, 8)):
+    for technique in (Lora(4, 8.0, 0.1, ("q_proj", "v_proj")), Checkpointing(2), Accumulation(2, 512, 8)):
         written = json.loads(json.dumps({**technique.to_json(), "says": technique.describe()}))
         assert technique == from_json(written)
 
@@ -99,11 +99,11 @@ def test_every_technique_is_read_back():
     ("text", "message", "where"),
     [
         ("{", "not a plan: Expecting property name", "plan.json:1:2"),
-        ("[]", "not a plan of this version", "plan.json"),
-        ('{"version": 99}', "this plan is of version 99", ""),
-        ('{"version": 1}', "not a plan of this version: 'techniques'", "plan.json"),
-        ('{"version": 1, "techniques": [{"name": "levitation"}]}', "not a plan of this version", "plan.json"),
-        ('{"version": 1, "techniques": [{"name": "lora", "speed": 3}]}', "not a plan of this version", "plan.json"),
+        ("[]", "not a plan: it must be an object, not []", "plan.json"),
+        ('{"version": 99}', "this plan is of version 99", "plan.json"),
+        ('{"version": 1}', "not a plan of this version: 'model' is missing", "plan.json"),
+        ("[" * 100_000, "not a plan: ", "plan.json"),
+        ("1" * 5000, "not a plan: ", "plan.json"),
     ],
 )
 def test_what_is_no_plan_is_the_users_fault(tmp_path, text, message, where):
@@ -113,6 +113,56 @@ def test_what_is_no_plan_is_the_users_fault(tmp_path, text, message, where):
         load(path)
     assert message in caught.value.message
     assert caught.value.where.endswith(where)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(budget_bytes="z"), "'budget_bytes' must be a whole number, 0 or more, not 'z'"),
+        (lambda d: d.update(budget_bytes=True), "'budget_bytes' must be a whole number, 0 or more, not true"),
+        (lambda d: d.update(budget_bytes=-1), "'budget_bytes' must be a whole number, 0 or more, not -1"),
+        (lambda d: d.update(micro_batch_size="3"), "'micro_batch_size' must be a whole number, 0 or more, not '3'"),
+        (lambda d: d.update(micro_batch_size=0), "'micro_batch_size' must be at least 1, not 0"),
+        (lambda d: d.update(model=None), "'model' must be text, not null"),
+        (lambda d: d.update(seconds_per_step="fast"), "'seconds_per_step' must be a number, not 'fast'"),
+        (lambda d: d.update(reasons="x"), "'reasons' must be a list, not 'x'"),
+        (lambda d: d.update(notes=[1]), "'notes[0]' must be text, not 1"),
+        (lambda d: d["alternatives"][0].update(chosen=1), "'alternatives[0].chosen' must be true or false, not 1"),
+        (lambda d: d.pop("notes"), "'notes' is missing"),
+        (lambda d: d.update(predicted=[]), "'predicted' must be an object, not []"),
+        (lambda d: d["predicted"].update(moments={}), "'predicted.moments' must be at least one moment, not {}"),
+        (lambda d: d["predicted"]["moments"].update(load={"parameter": 1.5}),
+         "'predicted.moments.load.parameter' must be a whole number, 0 or more, not 1.5"),
+        (lambda d: d["predicted"].update(witness="me"),
+         "'predicted.witness' must be predicted or simulated or measured, not 'me'"),
+        (lambda d: d.update(techniques={}), "'techniques' must be a list, not {}"),
+        (lambda d: d.update(techniques=[]), "'techniques' must be one technique 'accumulation', not 0"),
+        (lambda d: d["techniques"].append(d["techniques"][0]), "'techniques' must be one technique 'precision', not 2"),
+        (lambda d: d["techniques"][0].update(name="levitation"), "'techniques[0].name' must be one of precision, "),
+        (lambda d: d["techniques"][0].update(name=[]), "'techniques[0].name' must be one of precision, "),
+        (lambda d: d["techniques"][0].update(kind="fp8"),
+         "'techniques[0].kind' must be fp32 or bf16 or bf16_mixed, not 'fp8'"),
+        (lambda d: d["techniques"][1].update(targets="q"), "'techniques[1].targets' must be a list, not 'q'"),
+        (lambda d: d["techniques"][1].update(rank=None), "'techniques[1].rank' must be a whole number"),
+        (lambda d: d["techniques"][1].update(speed=3), "it knows no 'techniques[1].speed'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_of_a_plan_is_named_when_it_is_read(plan, tmp_path, edit, message):
+    data = json.loads(json.dumps(plan.to_json()))
+    edit(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert f"not a plan of this version: {message}" in caught.value.message
+    assert caught.value.where == str(path)
+
+
+def test_a_plan_that_is_no_text_is_the_users_fault(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match="not a plan: byte 7 is not UTF-8 text"):
+        load(path)
 
 
 def test_a_missing_plan_is_the_users_fault(tmp_path):

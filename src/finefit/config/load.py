@@ -4,7 +4,6 @@ Precedence: defaults < file < positional arguments < ``section.key=value`` overr
 nodes, so every complaint has ``file:line:column``. It declines includes, interpolation and several documents in a file.
 """
 
-import io
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from .schema import FOREIGN, FOREIGN_NOTES, SECTIONS, Config
 
 _COMMAND_LINE = "command line"
 _KEYS = tuple(f"{section}.{key}" if section else key for section, keys in SECTIONS.items() for key in keys)
+#: What yaml's constructors raise, without a place, for a scalar that only looks like a date, a number or a truth value.
+_BAD_SCALAR = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 _EXAMPLE = "start with two lines, model: <folder or name> and data: <file or name>"
 
 
@@ -70,10 +71,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _from_file(path: Path, problems: list[_Problem]) -> dict[str, _Given]:
-    text = _text(path)
-    loader = yaml.SafeLoader(io.StringIO(text))
+    loader = _loader(path, _text(path))
     try:
-        root = loader.get_single_node()
+        root = _root(path, loader)
         if root is None:
             raise ConfigError("the file is empty", where=str(path), hint=_EXAMPLE)
         if not isinstance(root, yaml.MappingNode):
@@ -85,8 +85,45 @@ def _from_file(path: Path, problems: list[_Problem]) -> dict[str, _Given]:
         raise ConfigError(f"this is not YAML: {error.problem or error.context}", where=where) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"this is not YAML: {error}", where=str(path)) from error
+    except RecursionError as error:
+        raise ConfigError("this is nested too deeply", where=str(path)) from error
     finally:
         loader.dispose()
+
+
+def _loader(path: Path, text: str) -> yaml.SafeLoader:
+    """A loader of ``text``; YAML has no place for most control characters, and says so before it reads a line."""
+    try:
+        return yaml.SafeLoader(text)
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
+        code = ord(text[error.position])
+        raise ConfigError(
+            f"this is not YAML: the character U+{code:04X} cannot stand here", where=f"{path}:{line}:{column}",
+            hint="save the file as plain UTF-8 text",
+        ) from error  # fmt: skip
+
+
+def _root(path: Path, loader: yaml.SafeLoader) -> yaml.Node | None:
+    try:
+        return loader.get_single_node()
+    except (ValueError, OverflowError) as error:  # an escape such as "\\U00110000", while the scanner stands at it
+        mark = loader.get_mark()
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}"
+        raise ConfigError(f"this is not YAML: {error}", where=where) from error
+
+
+def _construct(path: Path, loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    """The value of a node, and a place for yaml's plain ValueError at what looks like a date or a number and is none."""
+    try:
+        return loader.construct_object(node, deep=True)
+    except _BAD_SCALAR as error:
+        shown = reprlib.repr(node.value) if isinstance(node, yaml.ScalarNode) else "something in here"
+        kind = node.tag.rpartition(":")[2] if isinstance(node, yaml.ScalarNode) else "value"
+        raise ConfigError(
+            f"{shown} is not a valid {kind}", where=_at(path, node), hint="put quotes around it if it is text"
+        ) from error
 
 
 def _text(path: Path) -> str:
@@ -111,14 +148,14 @@ def _walk(
 ) -> Iterator[tuple[str, _Given]]:
     """Every known key of the file with its value; what is not known goes to ``problems``."""
     for key_node, value_node in _pairs(path, loader, root, "", problems):
-        key = str(loader.construct_object(key_node, deep=True))
+        key = str(_construct(path, loader, key_node))
         if key in SECTIONS and key:
             if isinstance(value_node, yaml.MappingNode):
                 yield from _walk_section(path, loader, key, value_node, problems)
-            elif loader.construct_object(value_node, deep=True) is not None:
+            elif _construct(path, loader, value_node) is not None:
                 problems.append(_section_problem(key, _at(path, value_node)))
         elif key in SECTIONS[""]:
-            yield key, _Given(loader.construct_object(value_node, deep=True), _at(path, value_node))
+            yield key, _Given(_construct(path, loader, value_node), _at(path, value_node))
         else:
             problems.append(_unknown(key, _at(path, key_node)))
 
@@ -127,9 +164,9 @@ def _walk_section(
     path: Path, loader: yaml.SafeLoader, section: str, node: yaml.MappingNode, problems: list[_Problem]
 ) -> Iterator[tuple[str, _Given]]:
     for key_node, value_node in _pairs(path, loader, node, section, problems):
-        key = f"{section}.{loader.construct_object(key_node, deep=True)}"
+        key = f"{section}.{_construct(path, loader, key_node)}"
         if key in _KEYS:
-            yield key, _Given(loader.construct_object(value_node, deep=True), _at(path, value_node))
+            yield key, _Given(_construct(path, loader, value_node), _at(path, value_node))
         else:
             problems.append(_unknown(key, _at(path, key_node)))
 
@@ -272,7 +309,7 @@ def _scalar(text: str) -> Any:
     """The value of an override as YAML reads it; what is not YAML is text."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError, *_BAD_SCALAR):
         return text
 
 

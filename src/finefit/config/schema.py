@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..errors import ConfigError
-from ..units import parse_budget
+from ..units import MOST_BYTES, parse_budget
 
-#: Budgets are only read against a real device by the plan; for their spelling any large device will do.
-_NOMINAL_TOTAL_BYTES = 2**50
+#: Budgets are only read against a real device by the plan; for their spelling any device will do that is larger than
+#: the largest amount there is, so that no message speaks of this one.
+_NOMINAL_TOTAL_BYTES = 2 * MOST_BYTES
 
 Auto = Literal["auto"]
 
@@ -41,6 +42,22 @@ def _budget(text: str) -> str:
     return text
 
 
+def _text(text: str) -> str:
+    """A name of something: the system cuts names at a NUL, or refuses them long after this."""
+    if "\0" in text:
+        raise ValueError("a NUL character cannot be in a name")
+    return text
+
+
+def _folder_name(name: str) -> str:
+    """One component of a path, so that a run stays inside ``output_dir``."""
+    if name.strip() in ("", ".", "..") or "/" in name or "\\" in name:
+        raise ValueError(
+            f"'{name}' is not the name of one folder; say where with output_dir, and name without / and .."
+        )
+    return name
+
+
 def _checkpointing(value: Any) -> Any:
     """YAML's on and off, and the word none, for all blocks and no block."""
     if isinstance(value, bool):
@@ -53,6 +70,9 @@ def _names(value: Any) -> Any:
     if isinstance(value, str) and value != "all":
         return [name.strip() for name in value.split(",") if name.strip()]
     return "all" if isinstance(value, list) and value == ["all"] else value
+
+
+Text = Annotated[str, AfterValidator(_text)]
 
 
 class _Section(BaseModel):
@@ -153,13 +173,15 @@ class Hardware(_Section):
 class Config(_Section):
     """One run."""
 
-    model: Annotated[str, Field(min_length=1)] = Field(
+    model: Annotated[str, Field(min_length=1), AfterValidator(_text)] = Field(
         description="a folder with a transformers model, or a known name"
     )
-    data: str | None = Field(default=None, description="training examples: a file, or a known name")
-    eval_data: str | None = Field(default=None, description="held-out examples; absent, a few are set aside from data")
-    output_dir: str = Field(default="runs", description="folder of run folders")
-    name: str | None = Field(default=None, description="name of the run folder; absent, made from model and time")
+    data: Text | None = Field(default=None, description="training examples: a file, or a known name")
+    eval_data: Text | None = Field(default=None, description="held-out examples; absent, a few are set aside from data")
+    output_dir: Text = Field(default="runs", description="folder of run folders")
+    name: Annotated[Text, AfterValidator(_folder_name)] | None = Field(
+        default=None, description="name of the run folder; absent, made from model and time"
+    )
     seed: Count = Field(default=0, description="of the order, the adapter's start and dropout")
     method: Literal["auto", "full", "lora"] = Field(
         default="auto", description="auto: the first of full, lora that fits"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,25 @@ BUILT_IN: dict[str, Callable[[], list[stdlib_docstrings.Pair]]] = {
     stdlib_docstrings.NAME: stdlib_docstrings.train,
     HELD_OUT: stdlib_docstrings.held_out,
 }
+
+
+class _Twice(ValueError):
+    """A JSON object has this key twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ``json`` itself keeps the last of two equal keys, and one of two answers would be lost."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Twice(_first_twice([key for key, _ in pairs]))
+    return found
+
+
+def _first_twice(names: Sequence[str]) -> str:
+    return next((name for at, name in enumerate(names) if name in names[:at]), "")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 Rows = Iterator[tuple[int, Row]]
 
@@ -159,21 +178,31 @@ def _json_rows(path: Path) -> Rows:
 
 def _parse(line: str, path: Path, number: int) -> object:
     try:
-        return json.loads(line.rstrip("\r\n"))
+        return _DECODER.decode(line.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         spread = line.strip() in ("{", "[") or error.pos >= len(line.rstrip())
         hint = "write one JSON object a line, or one JSON array" if spread else "check quotes, commas and escapes there"
         raise DataError(f"invalid JSON: {error.msg}", where=f"{path}:{number}:{error.colno}", hint=hint) from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error, f"{path}:{number}") from None
+
+
+def _unreadable(error: Exception, where: str) -> DataError:
+    """JSON by its grammar, but not to be used: a key twice, a number of thousands of digits, a tower of brackets."""
+    if isinstance(error, _Twice):
+        return DataError(f"key '{error}' stands twice in one object", where=where, hint="keep one of the two")
+    if isinstance(error, RecursionError):
+        return DataError("invalid JSON: nested too deeply", where=where)
+    return DataError(f"invalid JSON: {error}", where=where)
 
 
 def _array_rows(path: Path, text: str) -> Rows:
-    decoder = json.JSONDecoder()
     position, line, counted = _skip_blank(text, text.index("[") + 1), 1, 0
     while text[position : position + 1] != "]":
         try:
-            value, end = decoder.raw_decode(text, position)
             line += text.count("\n", counted, position)
             counted = position
+            value, end = _DECODER.raw_decode(text, position)
             yield line, _object(value, f"{path}:{line}")
             position = _skip_blank(text, end)
             if text[position : position + 1] == ",":
@@ -186,6 +215,8 @@ def _array_rows(path: Path, text: str) -> Rows:
             where = f"{path}:{error.lineno}:{error.colno}"
             hint = "check quotes, commas and brackets there; is the end of the file missing?"
             raise DataError(f"invalid JSON: {error.msg}", where=where, hint=hint) from None
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(error, f"{path}:{line}") from None
     rest = _skip_blank(text, position + 1)
     if rest < len(text):
         where = f"{path}:{text.count(chr(10), 0, rest) + 1}"
@@ -213,7 +244,11 @@ def _csv_rows(path: Path) -> Rows:
     reader = csv.DictReader(text for _, text in _lines(path))
     line = 1
     try:
-        reader.fieldnames  # noqa: B018  (reads the header, so that a row's first line is known)
+        header = reader.fieldnames or ()  # reads the header, so that a row's first line is known
+        if twice := _first_twice(header):
+            raise DataError(
+                f"column '{twice}' stands twice in the header", where=f"{path}:1", hint="rename one of them"
+            )
         line = reader.line_num + 1
         for row in reader:
             if None in row or None in row.values():

@@ -5,7 +5,7 @@ reduction, and up to one rounding less in the rotation. Leaves Phi 3's MLP, whos
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout
 from .base import NotAsPlanned, Technique
@@ -48,18 +48,27 @@ class FusedOps(Technique):
                     setattr(parent, name, RMSNorm(child, eps, NORMS[kind]))
                 elif kind in ATTENTION:
                     take_over(child, softcapped=kind == "Gemma2Attention")
-                elif kind in GATED:
-                    config = run.model.config.get_text_config()
-                    act = getattr(config, "hidden_activation", None) or config.hidden_act
-                    if act in ACTIVATIONS:
-                        setattr(parent, name, GatedMLP(child, act))
+                elif kind in GATED and _act(run.model) in ACTIVATIONS:
+                    setattr(parent, name, GatedMLP(child, _act(run.model)))
 
     def describe(self) -> str:
         return "norms, attention and gated MLPs of known families keep only their inputs for backward"
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
+        from ..nn.gated import ACTIVATIONS
+
+        known = {*NORMS, *ATTENTION, *(GATED if _act(run.model) in ACTIVATIONS else ())}
         left = [
-            n for n, m in run.model.named_modules() if type(m).__name__.endswith("RMSNorm") and not hasattr(m, "offset")
+            name
+            for name, module in run.model.named_modules()
+            if type(module).__name__ in known
+            or (type(module).__name__.endswith("RMSNorm") and not hasattr(module, "offset"))
         ]
         if left:
-            raise NotAsPlanned(f"fused_ops: {len(left)} norms are still transformers' own: {left[:3]}")
+            raise NotAsPlanned(f"fused_ops: {len(left)} modules are still transformers' own: {left[:3]}")
+
+
+def _act(model: Any) -> str:
+    """Name of the MLPs' activation."""
+    config = model.config.get_text_config()
+    return getattr(config, "hidden_activation", None) or str(config.hidden_act)

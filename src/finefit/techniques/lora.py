@@ -27,7 +27,6 @@ class Lora(Technique):
     alpha: float = 32.0
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    seed: int = 0
 
     def rewrite(self, layout: Layout) -> Layout:
         model = layout.model

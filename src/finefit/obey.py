@@ -1,0 +1,129 @@
+"""A plan file against the run it is given to: what the user said must be what the plan does, and it must fit this data.
+
+The plan's techniques are kept as they are; its prediction is made again for this run's batches, which may be others than
+those it was made for. Declines to mend a plan: a contradiction is an error that names it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .batches import Batches
+from .config import Config
+from .cost import seconds_per_step
+from .errors import ConfigError, DoesNotFit
+from .footprint import Footprint
+from .layout import Micro
+from .plan import Plan
+from .predict import footprint
+from .search import rewrite
+from .spec import HardwareSpec, ModelSpec
+from .techniques import Accumulation, Packing, Technique
+from .units import format_bytes
+
+AGAIN = "make a plan for this run: finefit plan MODEL DATA … -o FILE"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A run as its config says it: ``examples`` a step in ``batches``, ``limit_bytes`` if a budget was said."""
+
+    config: Config
+    model: ModelSpec
+    hardware: HardwareSpec
+    batches: Batches
+    examples: int
+    limit_bytes: int | None
+
+
+def obeyed(plan: Plan, wish: Wish) -> Plan:
+    """``plan`` with the prediction for the wish's batches, or ConfigError, DoesNotFit."""
+    model, hardware = wish.model, wish.hardware
+    contradictions = [f"{key} is {said}, the plan has {has}" for key, said, has in _contradictions(plan, wish)]
+    if plan.model != model.name:
+        contradictions.insert(0, f"it is for {plan.model}, the model is {model.name}")
+    if contradictions:
+        raise ConfigError("the plan is of another run: " + "; ".join(contradictions), hint=AGAIN)
+    split = accumulation_of(plan)
+    padded = plan.technique("packing") is None
+    work = wish.batches.work(split.micro_batch_size, split.micro_batch_tokens, padded)
+    techniques: tuple[Technique, ...] = tuple(
+        replace(t, most_steps=work.most_steps) if isinstance(t, Accumulation) else t for t in plan.techniques
+    )
+    predicted = max((predicted_of(model, m, techniques, hardware) for m in work.largest), key=lambda f: f.peak_bytes)
+    if _weights(predicted) != _weights(plan.predicted):
+        sizes = f"{format_bytes(_weights(plan.predicted))} of weights, this one has {format_bytes(_weights(predicted))}"
+        raise ConfigError(f"the plan is for another {model.name}: {sizes}", hint=AGAIN)
+    limit = plan.budget_bytes if wish.limit_bytes is None else wish.limit_bytes
+    if predicted.total_bytes > limit:
+        needs, budget = format_bytes(predicted.total_bytes), format_bytes(limit)
+        raise DoesNotFit(f"with this data the plan needs {needs}, the budget is {budget}", hint=AGAIN)
+    seconds = seconds_per_step(rewrite(model, work.largest[0], techniques), work, hardware)
+    return replace(
+        plan, techniques=techniques, predicted=predicted, global_batch_size=wish.examples, budget_bytes=limit, seconds_per_step=seconds,
+        gradient_accumulation_steps=work.most_steps, tokens_per_s=work.mean_real_tokens / seconds,
+    )  # fmt: skip
+
+
+def accumulation_of(plan: Plan) -> Accumulation:
+    return next(t for t in plan.techniques if isinstance(t, Accumulation))
+
+
+def predicted_of(
+    model: ModelSpec, micro: Micro, techniques: tuple[Technique, ...], hardware: HardwareSpec
+) -> Footprint:
+    return footprint(rewrite(model, micro, techniques), hardware)
+
+
+def worst_rows(plan: Plan, model: ModelSpec, hardware: HardwareSpec, batches: Any) -> list[int]:
+    """Rows of the micro-batch the plan was made for: of all in the run the one with the highest predicted peak."""
+    split, padded = accumulation_of(plan), not any(isinstance(t, Packing) for t in plan.techniques)
+    limits = (split.micro_batch_size, split.micro_batch_tokens, padded)
+    largest = batches.work(*limits).largest
+    most = max(largest, key=lambda micro: predicted_of(model, micro, plan.techniques, hardware).peak_bytes)
+    rows: list[int] = batches.rows_of(most, *limits)
+    return rows
+
+
+def _weights(predicted: Footprint) -> int:
+    return predicted.moments["optimizer_step"].get("parameter", 0)
+
+
+def _contradictions(plan: Plan, wish: Wish) -> Iterator[tuple[str, str, str]]:
+    """(key, what the user said, what the plan has) for every key that was said and differs."""
+    for (section, key), has in _settings(plan).items():
+        part = getattr(wish.config, section) if section else wish.config
+        said = getattr(part, key)
+        if (key, said) == ("checkpointing", "all"):
+            said = wish.model.num_hidden_layers
+        if key in part.model_fields_set and said != "auto" and _word(said) != _word(has):
+            yield (f"{section}.{key}" if section else key), _word(said), _word(has)
+
+
+def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
+    """Config keys → what the plan does; what is not in the plan is not compared."""
+    of: dict[str, Any] = {t.name: t for t in plan.techniques}
+    split, lora = of["accumulation"], of.get("lora")
+    found: dict[tuple[str, str], Any] = {
+        ("", "method"): plan.method,
+        ("memory", "precision"): of["precision"].kind,
+        ("memory", "checkpointing"): of["checkpointing"].blocks if "checkpointing" in of else 0,
+        ("memory", "packing"): "packing" in of,
+        ("memory", "fused_ops"): "fused_ops" in of,
+        ("memory", "loss_chunk"): of["fused_loss"].chunk if "fused_loss" in of else 0,
+        ("memory", "micro_batch_size"): split.micro_batch_size,
+        ("memory", "micro_batch_tokens"): split.micro_batch_tokens,
+    }
+    if "clipping" in of:
+        norm = of["clipping"].max_norm
+        found["train", "max_grad_norm"] = 0.0 if norm == float("inf") else norm
+    if lora is not None:
+        found |= {("lora", key): getattr(lora, key) for key in ("rank", "alpha", "dropout")}
+        found["lora", "targets"] = lora.targets or "all"
+    return found
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return f"{value:g}" if isinstance(value, float | int) and not isinstance(value, bool) else str(value)

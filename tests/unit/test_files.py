@@ -1,0 +1,46 @@
+"""Writing: whole or not at all, and one process a folder."""
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from finefit.adapter import save_tokenizer, write_tensors
+from finefit.errors import CheckpointError, ConfigError
+from finefit.files import hold
+
+
+def test_a_full_disk_says_so_and_keeps_the_old_file(tmp_path, monkeypatch):
+    """safetensors has an exception of its own for it."""
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"x": torch.ones(3)})
+    before = path.read_bytes()
+
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(CheckpointError) as caught:
+        write_tensors(path, {"x": torch.zeros(3)})
+    assert "disk is full" in caught.value.hint
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_tokenizer_is_saved_whole_or_not_at_all(tmp_path):
+    class Half:
+        def save_pretrained(self, folder):
+            folder.mkdir()
+            (folder / "tokenizer.json").write_text("{")
+            raise Exception("No space left on device")
+
+    with pytest.raises(CheckpointError, match="tokenizer was not written"):
+        save_tokenizer(Half(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_held_by_one(tmp_path):
+    held = hold(tmp_path)
+    with pytest.raises(ConfigError, match="another process"):
+        hold(tmp_path)
+    held.close()
+    hold(tmp_path).close()
