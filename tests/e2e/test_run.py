@@ -184,6 +184,16 @@ def test_resume_wants_the_data_the_run_began_with(finefit, model, tmp_path):
     assert "not what the run began with" in finefit("resume", tmp_path / "run", expect=2).stderr
 
 
+def test_dropout_is_drawn_from_the_seed(finefit, model, data, tmp_path):
+    """Two seeds leave the generator in two states, one seed in one, and the same losses."""
+    words = (*SHORT, "lora.dropout=0.3", "train.steps=2", f"output_dir={tmp_path}")
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        finefit("train", model, data, *words, f"name={name}", f"seed={seed}")
+    states = [(tmp_path / name / "checkpoints/step-000002/random.safetensors").read_bytes() for name in "abc"]
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert states[0] == states[1] != states[2]
+
+
 def test_a_loss_that_is_no_number_stops_before_the_update(finefit, model, data, tmp_path):
     words = (*SHORT, "train.steps=9", "train.learning_rate=1e30", "train.max_grad_norm=0", "train.save_every=1")
     said = finefit("train", model, data, *words, "name=nan", f"output_dir={tmp_path}", expect=2).stderr

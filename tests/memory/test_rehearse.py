@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from finefit.layout import layout_of
+from finefit.ledger import Ledger
 from finefit.rehearse import check_blind, rehearse
-from finefit.run import padded, plain_loss
+from finefit.run import blocks_of, padded, plain_loss
 from finefit.techniques import (
     Accumulation,
     Checkpointing,
@@ -147,3 +148,12 @@ def test_more_blocks_to_checkpoint_than_there_are_is_unsuitable():
     batch = padded(examples_of((8,)))
     with pytest.raises(Unsuitable, match="5 blocks to checkpoint, the model has 4"):
         Checkpointing(5).rewrite(layout_of(spec_of(config_of()), micro_of(batch)))
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp", "input_layernorm"])
+def test_a_module_that_was_not_taken_over_is_noticed(part):
+    run, plain = run_of((FusedOps(),)), run_of(())
+    FusedOps().verify(run, Ledger())
+    setattr(blocks_of(run.model)[0], part, getattr(blocks_of(plain.model)[0], part))
+    with pytest.raises(NotAsPlanned, match=f"layers.0.{part}"):
+        FusedOps().verify(run, Ledger())
