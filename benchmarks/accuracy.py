@@ -53,7 +53,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
     plan = session.make_plan(config, session.resolve_model(str(folder)), hardware, data)
     job = session.Job(config, plan, hardware, data, tokenizer, folder, Path("."))
     rows = trainer._worst_rows(job)
-    predicted = trainer._predicted_for(job, rows)
+    predicted = plan.predicted
     run = build(models.config_of(folder), plan.techniques, models.fill_from(folder), torch.device("cpu"), Optimizing())
     started = time.perf_counter()
     examples = [tuple(data.store[row]) for row in rows]

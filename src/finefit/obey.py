@@ -10,15 +10,13 @@ from typing import Any
 
 from .batches import Batches
 from .config import Config
-from .cost import seconds_per_step
 from .errors import ConfigError, DoesNotFit
 from .footprint import Footprint
-from .layout import Micro
 from .plan import Plan
 from .predict import footprint
-from .search import rewrite
+from .search import judged, rewrite
 from .spec import HardwareSpec, ModelSpec
-from .techniques import Accumulation, Packing, Technique
+from .techniques import Accumulation, Technique
 from .units import format_bytes
 
 AGAIN = "make a plan for this run: finefit plan MODEL DATA … -o FILE"
@@ -38,19 +36,18 @@ class Wish:
 
 def obeyed(plan: Plan, wish: Wish) -> Plan:
     """``plan`` with the prediction for the wish's batches, or ConfigError, DoesNotFit."""
-    model, hardware = wish.model, wish.hardware
+    model = wish.model
     contradictions = [f"{key} is {said}, the plan has {has}" for key, said, has in _contradictions(plan, wish)]
     if plan.model != model.name:
         contradictions.insert(0, f"it is for {plan.model}, the model is {model.name}")
     if contradictions:
         raise ConfigError("the plan is of another run: " + "; ".join(contradictions), hint=AGAIN)
-    split = accumulation_of(plan)
-    padded = plan.technique("packing") is None
-    work = wish.batches.work(split.micro_batch_size, split.micro_batch_tokens, padded)
+    work = wish.batches.work(*_limits(plan))
     techniques: tuple[Technique, ...] = tuple(
         replace(t, most_steps=work.most_steps) if isinstance(t, Accumulation) else t for t in plan.techniques
     )
-    predicted = max((predicted_of(model, m, techniques, hardware) for m in work.largest), key=lambda f: f.peak_bytes)
+    made = judged(model, wish.hardware, techniques, work)
+    predicted, seconds = made.predicted, made.seconds
     if _weights(predicted) != _weights(plan.predicted):
         sizes = f"{format_bytes(_weights(plan.predicted))} of weights, this one has {format_bytes(_weights(predicted))}"
         raise ConfigError(f"the plan is for another {model.name}: {sizes}", hint=AGAIN)
@@ -58,29 +55,23 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
     if predicted.total_bytes > limit:
         needs, budget = format_bytes(predicted.total_bytes), format_bytes(limit)
         raise DoesNotFit(f"with this data the plan needs {needs}, the budget is {budget}", hint=AGAIN)
-    seconds = seconds_per_step(rewrite(model, work.largest[0], techniques), work, hardware)
     return replace(
         plan, techniques=techniques, predicted=predicted, global_batch_size=wish.examples, budget_bytes=limit, seconds_per_step=seconds,
         gradient_accumulation_steps=work.most_steps, tokens_per_s=work.mean_real_tokens / seconds,
     )  # fmt: skip
 
 
-def accumulation_of(plan: Plan) -> Accumulation:
-    return next(t for t in plan.techniques if isinstance(t, Accumulation))
-
-
-def predicted_of(
-    model: ModelSpec, micro: Micro, techniques: tuple[Technique, ...], hardware: HardwareSpec
-) -> Footprint:
-    return footprint(rewrite(model, micro, techniques), hardware)
+def _limits(plan: Plan) -> tuple[int, int, bool]:
+    """How the plan splits a batch: most examples, most tokens (0 is no limit), whether into rectangles."""
+    split = next(t for t in plan.techniques if isinstance(t, Accumulation))
+    return split.micro_batch_size, split.micro_batch_tokens, plan.technique("packing") is None
 
 
 def worst_rows(plan: Plan, model: ModelSpec, hardware: HardwareSpec, batches: Any) -> list[int]:
     """Rows of the micro-batch the plan was made for: of all in the run the one with the highest predicted peak."""
-    split, padded = accumulation_of(plan), not any(isinstance(t, Packing) for t in plan.techniques)
-    limits = (split.micro_batch_size, split.micro_batch_tokens, padded)
+    limits = _limits(plan)
     largest = batches.work(*limits).largest
-    most = max(largest, key=lambda micro: predicted_of(model, micro, plan.techniques, hardware).peak_bytes)
+    most = max(largest, key=lambda micro: footprint(rewrite(model, micro, plan.techniques), hardware).peak_bytes)
     rows: list[int] = batches.rows_of(most, *limits)
     return rows
 

@@ -135,9 +135,14 @@ def _powers(most: int) -> list[int]:
 def candidate(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> Candidate:
     """One combination, predicted for its worst micro-batch."""
     techniques = techniques_of(question, size, tokens, work, checkpointed)
-    layouts = [rewrite(question.model, micro, techniques) for micro in work.largest]
-    predicted = max((footprint(layout, question.hardware) for layout in layouts), key=lambda f: f.peak_bytes)
-    return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, question.hardware))
+    return judged(question.model, question.hardware, techniques, work)
+
+
+def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique, ...], work: Work) -> Candidate:
+    """Techniques on the work of a run: predicted for its worst micro-batch, timed for its mean."""
+    layouts = [rewrite(model, micro, techniques) for micro in work.largest]
+    predicted = max((footprint(layout, hardware) for layout in layouts), key=lambda f: f.peak_bytes)
+    return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware))
 
 
 def rewrite(model: ModelSpec, micro: Micro, techniques: Sequence[Technique]) -> Layout:

@@ -11,19 +11,14 @@ from typing import Any
 import torch
 
 from . import adapter, checkpoint, evaluate, loop, models
-from .batches import FromOrder
 from .build import Optimizing, build
 from .config import Config
 from .errors import DataError, Diverged, OutOfMemory
 from .events import EventLog, number, steps
-from .footprint import Footprint
-from .layout import Micro
 from .obey import worst_rows
-from .predict import footprint
 from .rehearse import rehearse
 from .report import write_report
 from .run import Example, MicroBatch, Run, trainable
-from .search import rewrite
 from .session import LEARNING_RATE, Job
 from .spec import ModelSpec
 from .units import format_bytes
@@ -64,7 +59,10 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     started = time.perf_counter()
     _set_threads(job.config)
-    run = _build(job, log, resumed)
+    worst = [] if resumed else _worst_rows(job)
+    if not resumed:
+        _tell_plan(job, log, worst)
+    run = _build(job)
     seconds = time.perf_counter() - started
     done = checkpoint.load_newest(run, job.folder / "checkpoints", partial(_warn, log)) if resumed else 0
     for sentence in job.said:
@@ -72,7 +70,7 @@ def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     if resumed:
         log.write("warn", message=f"resumed after step {done} of {job.data.steps}", hint="")
     else:
-        _rehearse(job, run, log)
+        _rehearse(job, run, log, worst)
     _tell_build(job, run, log, seconds, verified=not resumed)
     held_out = [_example(job.data.held_out, row) for row in _spaced_rows(job)]
     losses: list[float] = []
@@ -103,16 +101,18 @@ def _set_threads(config: Config) -> None:
         torch.set_num_threads(config.hardware.threads)
 
 
-def _build(job: Job, log: EventLog, resumed: bool) -> Run:
+def _tell_plan(job: Job, log: EventLog, worst: list[int]) -> None:
     plan, data = job.plan, job.data
+    log.write(
+        "plan", plan=plan.to_json(), model=job.config.model, data=job.config.data, steps=data.steps,
+        predicted=plan.predicted.to_json(), hardware=job.hardware.to_json(),
+        worst={"tokens": int(sum(data.store.lengths[r] for r in worst)), "where": ", ".join(map(data.store.where, worst))},
+    )  # fmt: skip
+
+
+def _build(job: Job) -> Run:
+    plan = job.plan
     device = torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
-    if not resumed:
-        row = _worst_rows(job)
-        log.write(
-            "plan", plan=plan.to_json(), model=job.config.model, data=job.config.data, steps=data.steps,
-            predicted=plan.predicted.to_json(), hardware=job.hardware.to_json(),
-            worst={"tokens": int(sum(data.store.lengths[r] for r in row)), "where": ", ".join(map(data.store.where, row))},
-        )  # fmt: skip
     at = job.config.train
     peak = LEARNING_RATE[plan.method] if at.learning_rate == "auto" else at.learning_rate
     torch.manual_seed(job.config.seed)  # dropout draws from the global generator, which checkpoints keep
@@ -123,17 +123,16 @@ def _build(job: Job, log: EventLog, resumed: bool) -> Run:
     return run
 
 
-def _rehearse(job: Job, run: Run, log: EventLog) -> None:
-    """The worst micro-batch first: measured beside predicted for that very micro-batch, and all post-conditions."""
-    store, rows = job.data.store, _worst_rows(job)
+def _rehearse(job: Job, run: Run, log: EventLog, worst: list[int]) -> None:
+    """The worst micro-batch, which the plan's prediction is for, first: measured beside it, and all post-conditions."""
+    store = job.data.store
     short = sorted(job.data.rows, key=lambda row: int(store.lengths[row]))[:_UNCHANGED_LENGTH]
     _check_targets(job)
     measured = rehearse(
-        run, [_example(store, row) for row in rows], [_example(store, row) for row in short], job.plan.techniques,
+        run, [_example(store, row) for row in worst], [_example(store, row) for row in short], job.plan.techniques,
         job.plan.gradient_accumulation_steps,
     )  # fmt: skip
-    predicted = _predicted_for(job, rows)
-    log.write("memory", step=0, measured=measured.to_json(), predicted=predicted.to_json())
+    log.write("memory", step=0, measured=measured.to_json(), predicted=job.plan.predicted.to_json())
 
 
 def _tell_build(job: Job, run: Run, log: EventLog, seconds: float, verified: bool) -> None:
@@ -142,15 +141,6 @@ def _tell_build(job: Job, run: Run, log: EventLog, seconds: float, verified: boo
         trainable=sum(p.numel() for p in trainable(run.model)),
         techniques=[{"name": t.name, "says": t.describe(), "verified": verified} for t in job.plan.techniques],
     )  # fmt: skip
-
-
-def _predicted_for(job: Job, rows: list[int]) -> Footprint:
-    spec = ModelSpec.from_folder(job.model_folder)
-    store = job.data.store
-    padded = job.plan.technique("packing") is None
-    lengths, labelled = store.lengths.tolist(), store.labelled.tolist()
-    micro: Micro = FromOrder([rows], lengths, labelled).micro(rows, padded)
-    return footprint(rewrite(spec, micro, job.plan.techniques), job.hardware)
 
 
 def _check_targets(job: Job) -> None:
