@@ -11,9 +11,8 @@ where it was born is temporary.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +21,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .footprint import COMPONENTS
+from .stream import Entry, Stream
 
 
-@dataclass(slots=True)
-class Entry:
-    """One storage: bytes, the section and event it was born in, and the event it died in (-1 while alive)."""
-
-    n_bytes: int
-    section: int
-    born: int
-    shape: tuple[int, ...]
-    itemsize: int
-    owner: str = ""
-    died: int = -1
-    died_section: int = -1
+Workspace = Callable[[Sequence[Any], Any], int]
+"""(arguments, result) of an operator → bytes."""
 
 
-class Ledger(TorchDispatchMode):
-    """Use as a context; ``mark(name)`` opens the next section. ``entries`` is in order of birth."""
+# What first makes a state from a parameter.
+_ALIKE = tuple(getattr(torch.ops.aten, op).default for op in ("zeros_like", "empty_like", "new_empty"))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[Entry] = []
-        self.sections: list[str] = ["start"]
-        self.section_start: list[int] = [0]
-        self.events: list[tuple[int, int]] = []  # (entry, +1 born or -1 died)
+
+class Ledger(Stream, TorchDispatchMode):
+    """Use as a context; ``mark(name)`` opens the next section. ``entries`` is in order of birth.
+
+    ``workspaces`` says, by operator, how many bytes its kernel takes while it runs: for fake tensors that stand for
+    those of another device.
+    """
+
+    def __init__(self, workspaces: Mapping[Any, Workspace] | None = None) -> None:
+        Stream.__init__(self)
+        TorchDispatchMode.__init__(self)
+        self.workspaces = workspaces or {}
         self._live: dict[int, int] = {}  # storage key → entry
         self._coming = ""
 
@@ -71,7 +67,32 @@ class Ledger(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
+        if func in self.workspaces:
+            self._pass(self.workspaces[func](args, out))
+        if isinstance(out, list | tuple) and args and isinstance(args[0], list | tuple):
+            self._inherit(out, args[0])
+        elif func in _ALIKE:
+            self._inherit([out], args[:1])
         return out
+
+    def _pass(self, n_bytes: int) -> None:
+        """Bytes that were there while one operator ran, beside its results."""
+        if n_bytes:
+            index, section = len(self.entries), len(self.sections) - 1
+            here = len(self.events)
+            self.entries.append(Entry(n_bytes, section, here, (n_bytes,), 1, died=here + 1, died_section=section))
+            self.events += [(index, 1), (index, -1)]
+
+    def _inherit(self, made: Sequence[Any], sources: Sequence[Any]) -> None:
+        """What a multi-tensor operator makes belongs to the block of the tensor it is made from, one by one."""
+        if len(made) != len(sources):
+            return
+        for one, source in zip(made, sources, strict=True):
+            if isinstance(one, Tensor) and isinstance(source, Tensor):
+                origin, entry = self.entries[self._see(source)], self.entries[self._see(one)]
+                if entry is not origin and entry.block < 0:
+                    word = self.sections[origin.section].split(" ")[-1]
+                    entry.block = int(word) if word.isdigit() else origin.block
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -97,42 +118,6 @@ class Ledger(TorchDispatchMode):
         entry = self.entries[index]
         entry.died, entry.died_section = len(self.events), len(self.sections) - 1
         self.events.append((index, -1))
-
-    def component(self, entry: Entry) -> str:
-        if entry.owner:
-            return entry.owner
-        born_in = self.sections[entry.section]
-        if born_in.startswith("forward") and entry.died_section != entry.section:
-            return "activation"
-        return "temporary"
-
-    def curve(self) -> Iterator[tuple[int, int, str, dict[str, int]]]:
-        """(event, section, moment of the section, live bytes by component) after each event that adds bytes."""
-        live = dict.fromkeys(COMPONENTS, 0)
-        section = 0
-        for event, (index, sign) in enumerate(self.events):
-            while section + 1 < len(self.sections) and self.section_start[section + 1] <= event:
-                section += 1
-            entry = self.entries[index]
-            live[self.component(entry)] += sign * entry.n_bytes
-            if sign > 0:
-                yield event, section, moment_of(self.sections[section]), live
-
-    def moments(self) -> dict[str, dict[str, int]]:
-        """For each moment, the composition at its highest point."""
-        best: dict[str, dict[str, int]] = {}
-        tops: dict[str, int] = {}
-        for _, _, moment, live in self.curve():
-            total = sum(live.values())
-            if moment and total > tops.get(moment, -1):
-                tops[moment], best[moment] = total, {name: n for name, n in live.items() if n}
-        return best
-
-
-def moment_of(section: str) -> str:
-    """The moment a section belongs to: its first word, in the names of ``footprint.MOMENTS``."""
-    words = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step"}
-    return words.get(section.split(" ")[0], "")
 
 
 class NoLedger:

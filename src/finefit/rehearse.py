@@ -51,7 +51,8 @@ def check_blind(run: Run, pair: Sequence[Example]) -> None:
     changed = ([(t + 1) % 7 + 3 for t in first[0]], first[1])
     run.model.eval()
     with torch.no_grad():
-        losses = [summed_loss(run, _second_only(run.collate([one, second]), first)).item() for one in (first, changed)]
+        batches = [_second_only(run.collate([one, second]), first).to(run.device) for one in (first, changed)]
+        losses = [summed_loss(run, batch).item() for batch in batches]
     run.model.train()
     if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):
         raise NotAsPlanned(

@@ -19,29 +19,35 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from . import models
 from .build import Optimizing, optimizer_of, rewritten
 from .files import write_atomically
-from .ledger import Entry, Ledger, block_marks
+from .ledger import Ledger, block_marks
 from .poly import Poly, dominates, plus, times, value
 from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
-from .techniques import Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision, Technique
+from .stream import Entry
+from .techniques import (
+    Checkpointing,
+    Clipping,
+    FusedLoss,
+    FusedOps,
+    Lora,
+    Packing,
+    Precision,
+    QuantizedBase,
+    Technique,
+)  # fmt: skip
+from .techniques.quantized_base import FORMS
 
 BLOCKS = 3
 TRACED = ("activation", "temporary", "gradient")
-# Sizes to read symbols back from: all distinct, also in the sums and products that occur.
+# Sizes to read symbols back from: all distinct, also in the sums and products that occur. W divides every weight and is
+# divided by 16,384, as a chunk of a quantised one is, so that no last chunk has a size of its own.
 MARKERS = {
-    "T": 257,
-    "S": 256,
-    "Q": 128,
-    "L": 62,
-    "C": 31,
-    "h": 105,
-    "n": 15,
-    "m": 3,
-    "d": 22,
-    "f": 76,
-    "V": 211,
-    "r": 17,
-}
-OTHERS = {"T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 70, "n": 10, "m": 2, "d": 14, "f": 98, "V": 331, "r": 6}
+    "T": 257, "S": 256, "Q": 128, "L": 62, "C": 31, "h": 960, "n": 15, "m": 3, "d": 768, "f": 6912, "V": 211, "r": 17,
+    "W": 960 * 3 * 768,
+}  # fmt: skip
+OTHERS = {
+    "T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 200, "n": 10, "m": 2, "d": 44, "f": 500, "V": 531, "r": 6,
+    "W": 16_384,
+}  # fmt: skip
 # Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three.
 _KINDS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
 
@@ -197,7 +203,10 @@ def graph(family: str, key: str) -> list[dict[str, Any]]:
 
 def _fitting(family: str, sizes: Mapping[str, int]) -> dict[str, int]:
     """Phi-3's head size is hidden size / heads, always: there the query width is the hidden size."""
-    return {**sizes, "h": sizes["n"] * sizes["d"]} if family == "phi3" else dict(sizes)
+    if family != "phi3":
+        return dict(sizes)
+    width = sizes["n"] * sizes["d"]
+    return {**sizes, "h": width, "W": sizes["W"] * width // sizes["h"] if sizes is MARKERS else sizes["W"]}
 
 
 def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
@@ -250,6 +259,7 @@ def _of_key(key: str) -> tuple[Any, dict[str, Any]]:
 
     def techniques(sizes: Mapping[str, int]) -> list[Technique]:
         chosen: list[Technique] = [Precision(words[0]), Packing(), Clipping()]  # type: ignore[arg-type]
+        chosen += [QuantizedBase(*form, sizes["W"]) for word, form in FORMS.items() if word in words]
         if "lora" in words:
             chosen.append(Lora(sizes["r"], dropout=0.1 if "dropout" in words else 0.0, targets=targets))
         if "fused_ops" in words:
@@ -275,6 +285,7 @@ class _Reader:
         pairs += [(s["g"] * s["Q"], {"Q*g": 1}), (s["d"] // 2, {"d": 0.5}), (2 * s["f"], {"f": 2})]
         pairs += [(2 * s["r"], {"r": 2}), (3 * s["r"], {"r": 3})]  # layers that read one input share a product
         pairs += [(s["q"] + 2 * s["k"], {width: 1, "k": 2}), (1, {"": 1}), (2, {"": 2}), (4, {"": 4})]
+        pairs += [(s["W"] // 2, {"W": 1 / 2}), (s["W"] // 64, {"W": 1 / 64}), (64, {"": 64})]  # bytes, scales, blocks
         self.table: dict[int, Poly] = dict(pairs)
         assert len(self.table) == len(pairs), "two symbols of the trace share a size"
         self.sizes = s

@@ -1,0 +1,293 @@
+"""PyTorch's CUDA caching allocator on paper: what a stream of allocations makes it reserve, and whether it fits.
+
+Rules of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` (PyTorch 2.11): requests are rounded
+to 512 bytes; up to 1 MiB they come from 2 MiB segments, up to 10 MiB from 20 MiB segments, else from segments rounded
+to 2 MiB; best fit; a block is split when what is left is worth it; neighbours merge when freed; when the device
+refuses, whole cached segments are given back and it is asked again. ``expandable`` maps 2 MiB or 20 MiB pages at the
+end of one long segment instead. One stream; no ``max_split_size``, no garbage collection threshold.
+"""
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+MIB = 2**20
+_ROUND, _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM, _LARGE_ROUND = (
+    512,
+    MIB,
+    2 * MIB,
+    20 * MIB,
+    10 * MIB,
+    2 * MIB,
+)
+
+Kind = Literal["classic", "expandable"]
+Event = tuple[int, int]
+"""(key of the tensor, bytes): positive where it is made, negative where it goes; keys may be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the allocator did: peaks of rounded live bytes and of reserved bytes, and whether a request was refused."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    retries: int = 0
+    failed_at: int = -1
+    """Index of the event that was refused for good; -1 if none was."""
+
+
+def replay(
+    events: Iterable[Event], capacity: int | None = None, kind: Kind = "classic", emptied_at: int = -1
+) -> Replay:
+    """Run the events through an empty allocator on a device with ``capacity`` bytes (None: no end of it).
+
+    Before event ``emptied_at`` the cache is emptied and peaks start anew, as tools do that measure one step.
+    """
+    memory = _Classic(capacity) if kind == "classic" else _Expandable(capacity)
+    held: dict[int, tuple[_Pool, _Block]] = {}
+    live = most = 0
+    for i, (key, n_bytes) in enumerate(events):
+        if i == emptied_at:
+            memory.empty()
+            most = live
+        if n_bytes > 0:
+            size = -(-n_bytes // _ROUND) * _ROUND
+            pool = memory.pools[size > _SMALL]
+            block = memory.take(pool, size)
+            if block is None:
+                return Replay(most, memory.most, memory.retries, i)
+            held[key] = (pool, block)
+            live += block.size
+            most = max(most, live)
+        elif n_bytes < 0:
+            pool, block = held.pop(key)
+            live -= block.size
+            memory.give(pool, block)
+    return Replay(most, memory.most, memory.retries)
+
+
+def smallest_capacity(events: Sequence[Event], kind: Kind = "classic", step: int = 2 * MIB) -> int:
+    """The least capacity, to ``step`` bytes, in which the events replay without a refusal; what a plan must have."""
+    free = replay(events, None, kind)
+    low, high = free.allocated_bytes // step, -(-free.reserved_bytes // step)
+    while low < high:
+        middle = (low + high) // 2
+        if replay(events, middle * step, kind).failed_at < 0:
+            high = middle
+        else:
+            low = middle + 1
+    return low * step
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    address: int
+    size: int
+    segment: int
+    free: bool = True
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+
+    def key(self) -> tuple[int, int]:
+        return (self.size, self.address)
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """Free blocks by (size, address)."""
+
+    is_small: bool
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
+
+    def add(self, block: _Block) -> None:
+        block.free = True
+        bisect.insort(self.keys, block.key())
+        self.blocks[block.key()] = block
+
+    def remove(self, block: _Block) -> None:
+        key = block.key()
+        del self.keys[bisect.bisect_left(self.keys, key)]
+        del self.blocks[key]
+
+
+class _Memory(ABC):
+    """What both kinds share: splitting, merging, counting."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        self.reserved = self.most = self.retries = 0
+        self.pools = {False: _Pool(True), True: _Pool(False)}
+        self.top = 0  # next unused address
+
+    def empty(self) -> None:
+        self.give_back()
+        self.most = self.reserved
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Return to the device all that is cached and whole."""
+
+    def grow(self, n_bytes: int) -> bool:
+        if self.capacity is not None and self.reserved + n_bytes > self.capacity:
+            return False
+        self.reserved += n_bytes
+        self.most = max(self.most, self.reserved)
+        return True
+
+    def give(self, pool: _Pool, block: _Block) -> None:
+        """Free ``block``, merged with its free neighbours."""
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            pool.remove(before)
+            block.address, block.size = before.address, block.size + before.size
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.free:
+            pool.remove(after)
+            block.size += after.size
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+        pool.add(block)
+
+    def carve(self, pool: _Pool, block: _Block, size: int, worth: int) -> _Block:
+        """Take ``size`` bytes from the start of a block that is out of the pool; what is left goes back if worth it."""
+        rest = block.size - size
+        if rest >= worth:
+            tail = _Block(block.address + size, rest, block.segment, True, block, block.after)
+            if tail.after is not None:
+                tail.after.before = tail
+            block.after, block.size = tail, size
+            pool.add(tail)
+        block.free = False
+        return block
+
+
+class _Classic(_Memory):
+    def take(self, pool: _Pool, size: int) -> _Block | None:
+        worth = _ROUND if pool.is_small else _SMALL + 1
+        at = bisect.bisect_left(pool.keys, (size, -1))
+        if at < len(pool.keys):
+            block = pool.blocks[pool.keys[at]]
+            pool.remove(block)
+            return self.carve(pool, block, size, worth)
+        segment = _segment_bytes(size)
+        if not self.grow(segment):
+            self.retries += 1
+            self.give_back()
+            if not self.grow(segment):
+                return None
+        block = _Block(self.top, segment, self.top)
+        self.top += segment + _ROUND  # neighbours of another segment never merge
+        return self.carve(pool, block, size, worth)
+
+    def give_back(self) -> None:
+        for pool in self.pools.values():
+            for block in [b for b in pool.blocks.values() if b.before is None and b.after is None]:
+                pool.remove(block)
+                self.reserved -= block.size
+
+
+def _segment_bytes(size: int) -> int:
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    return _LARGE_SEGMENT if size < _LARGE_FROM else -(-size // _LARGE_ROUND) * _LARGE_ROUND
+
+
+class _Expandable(_Memory):
+    """One segment a pool; mapped pages are its blocks. Pages given back leave holes that are not mapped again."""
+
+    def __init__(self, capacity: int | None) -> None:
+        super().__init__(capacity)
+        self.ends: dict[bool, _Block | None] = {True: None, False: None}  # last mapped block, by pool.is_small
+        self.tops = {True: 0, False: 1 << 60}
+
+    def take(self, pool: _Pool, size: int) -> _Block | None:
+        end = self.ends[pool.is_small]
+        at = bisect.bisect_left(pool.keys, (size, -1))
+        # The last block can grow without end, so any other that fits is a better fit.
+        if at < len(pool.keys) and pool.blocks[pool.keys[at]] is end and at + 1 < len(pool.keys):
+            at += 1
+        if at < len(pool.keys):
+            block = pool.blocks[pool.keys[at]]
+            pool.remove(block)
+            return self._carve(pool, block, size)
+        if not self._map(pool, size):
+            self.retries += 1
+            self.give_back()
+            if not self._map(pool, size):
+                return None
+        end = self.ends[pool.is_small]
+        assert end is not None
+        pool.remove(end)
+        return self._carve(pool, end, size)
+
+    def _carve(self, pool: _Pool, block: _Block, size: int) -> _Block:
+        was_end = self.ends[pool.is_small] is block
+        taken = self.carve(pool, block, size, _ROUND)
+        if was_end:
+            self.ends[pool.is_small] = taken.after or taken
+        return taken
+
+    def give(self, pool: _Pool, block: _Block) -> None:
+        end = self.ends[pool.is_small]
+        swallowed = block.after is end and end is not None and end.free
+        super().give(pool, block)
+        if swallowed:
+            self.ends[pool.is_small] = block
+
+    def _map(self, pool: _Pool, size: int) -> bool:
+        """Lengthen the last free block to ``size`` by whole pages."""
+        page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
+        end = self.ends[pool.is_small]
+        grows = end if end is not None and end.free and end.address + end.size == self.tops[pool.is_small] else None
+        missing = -(-(size - (grows.size if grows else 0)) // page) * page
+        if not self.grow(missing):
+            return False
+        if grows is not None:
+            pool.remove(grows)
+            grows.size += missing
+            pool.add(grows)
+        else:
+            touching = end if end is not None and end.address + end.size == self.tops[pool.is_small] else None
+            new = _Block(self.tops[pool.is_small], missing, 0, True, touching, None)
+            if touching is not None:
+                touching.after = new
+            pool.add(new)
+            self.ends[pool.is_small] = new
+        self.tops[pool.is_small] += missing
+        return True
+
+    def give_back(self) -> None:
+        """Give back the whole pages inside free blocks."""
+        for pool in self.pools.values():
+            page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
+            base = 0 if pool.is_small else 1 << 60
+            for block in list(pool.blocks.values()):
+                first = base + -(-(block.address - base) // page) * page
+                last = base + (block.address + block.size - base) // page * page
+                if last > first:
+                    self._punch(pool, block, first, last)
+
+    def _punch(self, pool: _Pool, block: _Block, first: int, last: int) -> None:
+        """Cut ``[first, last)`` out of a free block; what is before and after it stays."""
+        pool.remove(block)
+        self.reserved -= last - first
+        before, after = block.before, block.after
+        left = _Block(block.address, first - block.address, 0, True, before, None) if first > block.address else None
+        end = block.address + block.size
+        right = _Block(last, end - last, 0, True, None, after) if end > last else None
+        if before is not None:
+            before.after = left
+        if after is not None:
+            after.before = right
+        for part in (left, right):
+            if part is not None:
+                pool.add(part)
+        if self.ends[pool.is_small] is block:
+            self.ends[pool.is_small] = right or left or before

@@ -1,0 +1,102 @@
+"""ForeignRun: a training step as another tool would run it, with that tool's own habits spelled out. Torch-free facts.
+
+Dialect readers fill it from a run file and the tool's defaults; ``simulate`` steps it. Where a tool leaves something
+open, the reader decides and says so in ``notes``.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Quantised = Literal["", "nf4", "nf4_double", "int8", "gptq4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a run is spread over devices; every degree is 1 on a single device."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    shard_stage: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage; FSDP's full shard is 3. Parameters are sharded over ``shards`` ranks."""
+    shards: int = 1
+    engine: Literal["", "ddp", "fsdp1", "fsdp2", "deepspeed", "naive"] = ""
+    """naive: layers in sequence over the devices of one process (``device_map``)."""
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRun:
+    tool: str
+    """llamafactory, axolotl, trl, torchtune, transformers, litgpt, torchtitan, swift, unsloth …"""
+    model: str
+    """As it is written there: a hub id, a folder, a builder's name."""
+    method: Literal["full", "lora"]
+    micro_batch_size: int
+    """Rows of one forward on one device."""
+    max_length: int
+    """Tokens of a row, padding counted."""
+    accumulation: int = 1
+    packed: bool = False
+    """Rows are full and no attention mask with a zero in it is passed."""
+
+    frozen_dtype: Dtype = "bfloat16"
+    """Stored type of weights that do not train (before quantisation)."""
+    trained_dtype: Dtype = "float32"
+    """Stored type of weights that train: the whole model, or the adapters."""
+    compute_dtype: Dtype = "bfloat16"
+    autocast: bool = False
+    """Products run in ``compute_dtype`` by autocast; else every tensor is computed in its stored type."""
+    quantised: Quantised = ""
+    """How linear weights of the blocks are stored; the head is not quantised."""
+    raised: bool = False
+    """Norms, embedding and head held in fp32 (peft's k-bit preparation)."""
+
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    """Short names of adapted linears; empty with a rank means all linears of the blocks."""
+    lora_dropout: float = 0.0
+    dora: bool = False
+    trained_modules: tuple[str, ...] = ()
+    """Whole modules that train beside the adapters (``lm_head``, ``embed_tokens``)."""
+
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, sgd_momentum, lion, adafactor, muon …"""
+    optimizer_bits: int = 32
+    """Bits of each moment: 32, 16 (states in the parameter's type), 8, 4."""
+    foreach: bool = True
+    """The multi-tensor step, with a parameter-sized temporary; False: fused or one tensor at a time."""
+    paged: bool = False
+    """States in memory the driver may move to the host: not counted on the device."""
+    step_in_backward: bool = False
+    clipped: bool = True
+
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    attention: Literal["flash", "sdpa", "math"] = "sdpa"
+    loss: Literal["plain", "kernel", "chunked", "fused"] = "plain"
+    """plain: whole logits and their fp32 copy; kernel: whole logits, one fused kernel; chunked: whole logits never in
+    fp32 together; fused: head and loss together, logits never whole."""
+    loss_chunks: int = 8
+    fused_kernels: bool = False
+    """Norm, rotary and gated-MLP kernels (Liger, Unsloth)."""
+    compiled: bool = False
+    use_cache: bool = False
+
+    activations_on_host: bool = False
+    optimizer_on_host: bool = False
+    parameters_on_host: bool = False
+    spread: Spread = dataclasses.field(default_factory=Spread)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_quantised(self) -> bool:
+        return bool(self.quantised)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

@@ -1,0 +1,154 @@
+"""Any ``AutoModelForCausalLM`` as transformers' Trainer, TRL, LLaMA-Factory and Axolotl step it: stock model code.
+
+Real transformers modules; only attention is routed to what CUDA's kernels allocate (``stacks.attention``) and experts
+to a loop with tokens spread evenly, since routing by values cannot run without values. Works on fake tensors, and as it
+is on a real device: then it is the run that a prediction is compared with.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..foreign import ForeignRun
+from ..ledger import Ledger, NoLedger
+from ..models import fill_empty
+from .adapters import DoraLinear, Packed, PeftLinear
+from .attention import sdpa
+from .base import Stepped
+from .experts import spread_evenly
+from .kernels import with_kernels
+from .losses import loss_of
+
+_FLASH = "cuda_flash"
+# The Trainer lets go of its outputs when the loss is returned; these loops keep them in a variable over backward.
+_HOLDS_LOGITS = ("loop",)
+
+
+def build(config: Mapping[str, Any], run: ForeignRun, depth: int, device: torch.device | None = None) -> Stepped:
+    """The model with ``depth`` blocks, stored and adapted as the run says."""
+    device = device or torch.device("cpu")
+    model = _on_meta(config, run, depth)
+    model.config.use_cache = run.use_cache
+    _adapt(model, run, device)
+    fill_empty(model, device)
+    _checkpoint(model, run)
+    return Stepped(model, blocks_of(model), _stepper(model, run))
+
+
+def blocks_of(model: Any) -> nn.ModuleList:
+    """The decoder's blocks: the longest list of modules there is."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda one: (len(one), sum(p.numel() for p in one.parameters())))
+
+
+def _on_meta(config: Mapping[str, Any], run: ForeignRun, depth: int) -> Any:
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(_FLASH, _flash)
+    made = AutoConfig.for_model(**shallow_config(config, depth)).get_text_config()
+    kind = {"flash": _FLASH, "sdpa": "sdpa", "math": "eager"}[run.attention]
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(made, attn_implementation=kind)
+        except ValueError:  # a family with one attention only
+            model = AutoModelForCausalLM.from_config(made)
+    spread_evenly(model)
+    if run.fused_kernels:
+        with_kernels(model)
+    return model.train()
+
+
+def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """The config with ``depth`` blocks; lists of one entry a block are cut."""
+    name = next((key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config), "")
+    full = config.get(name, depth)
+    out = dict(config)
+    out[name or "num_hidden_layers"] = depth
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == full and full != depth:
+            out[key] = value[:depth]
+    return out
+
+
+def _flash(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    if query.is_cuda:
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    else:
+        out = sdpa(query, key, value, "flash")
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _adapt(model: Any, run: ForeignRun, device: torch.device) -> None:
+    """Stored types, packed weights and adapters, still on meta where a tensor is empty."""
+    frozen, trained = getattr(torch, run.frozen_dtype), getattr(torch, run.trained_dtype)
+    base = trained if run.method == "full" else frozen
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = nn.Parameter(p.to(base), requires_grad=run.method == "full")
+    if run.method == "full":
+        return
+    if run.raised:
+        _raise(model, run)
+    for block in blocks_of(model):
+        for parent in list(block.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear) and not isinstance(parent, (PeftLinear, Packed)):
+                    setattr(parent, name, _adapted(child, name, run, device))
+    for name, child in model.named_modules():
+        if name.split(".")[-1] in run.trained_modules:
+            for leaf, p in child._parameters.items():
+                if p is not None:
+                    child._parameters[leaf] = nn.Parameter(p.to(trained))
+
+
+def _adapted(linear: nn.Linear, name: str, run: ForeignRun, device: torch.device) -> nn.Module:
+    wraps = not run.targets or name in run.targets
+    base: nn.Module = Packed(linear, run.quantised, torch.device("meta")) if run.quantised else linear
+    if name in ("gate", "router"):  # a router stays as it is
+        return linear
+    if not wraps or not run.rank:
+        return base
+    kind = DoraLinear if run.dora else PeftLinear
+    return kind(base, run.rank, run.lora_dropout, getattr(torch, run.trained_dtype))
+
+
+def _raise(model: Any, run: ForeignRun) -> None:
+    """fp32 for all that is not packed (peft ``prepare_model_for_kbit_training``)."""
+    packed = {id(m.weight) for block in blocks_of(model) for m in block.modules() if isinstance(m, nn.Linear)}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in packed:
+                module._parameters[name] = nn.Parameter(p.to(torch.float32), requires_grad=False)
+
+
+def _checkpoint(model: Any, run: ForeignRun) -> None:
+    if run.checkpointing != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if run.method == "lora" and run.checkpointing != "none":
+        model.enable_input_require_grads()
+
+
+def _stepper(model: Any, run: ForeignRun) -> Any:
+    compute = getattr(torch, run.compute_dtype)
+
+    def loss(ids_bs: Tensor, label_bs: Tensor, ledger: Ledger | NoLedger) -> Tensor:
+        kind = ids_bs.device.type
+        inputs: dict[str, Any] = {"input_ids": ids_bs, "use_cache": run.use_cache}
+        if not run.packed and ids_bs.shape[0] > 1:
+            inputs["attention_mask"] = torch.ones_like(ids_bs)
+        with torch.autocast(kind, dtype=compute, enabled=run.autocast):
+            out = model.base_model(**inputs)
+            ledger.mark("loss")
+            head = model.get_output_embeddings()
+            value, held = loss_of(run.loss, head, out[0], label_bs, run.loss_chunks)
+        if run.tool in _HOLDS_LOGITS:
+            value.held = held
+        return value
+
+    return loss

@@ -1,0 +1,233 @@
+"""The stream of a step's allocations: entries with their lives, in sections, and what can be said of it. Torch-free.
+
+The ledger records one from a step; ``unrolled`` makes that of a deep model from that of a shallow one by repeating a
+middle block, so that depth costs nothing to simulate.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from .footprint import COMPONENTS
+
+
+@dataclass(slots=True)
+class Entry:
+    """One storage: bytes, the section and event it was born in, and the event it died in (-1 while alive)."""
+
+    n_bytes: int
+    section: int
+    born: int
+    shape: tuple[int, ...]
+    itemsize: int
+    owner: str = ""
+    died: int = -1
+    died_section: int = -1
+    block: int = -1
+    """The decoder block it belongs to, where its section does not say: what an update makes for each tensor."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """``events`` are (entry, +1 born or -1 died); section i holds the events from ``section_start[i]``."""
+
+    entries: list[Entry] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    sections: list[str] = field(default_factory=lambda: ["start"])
+    section_start: list[int] = field(default_factory=lambda: [0])
+
+    def component(self, entry: Entry) -> str:
+        """What was born in a forward section and outlived it is an activation, what died where it was born temporary."""
+        if entry.owner:
+            return entry.owner
+        born_in = self.sections[entry.section]
+        if born_in.startswith("forward") and entry.died_section != entry.section:
+            return "activation"
+        return "temporary"
+
+    def by_section(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Each section's name and events."""
+        starts = [*self.section_start, len(self.events)]
+        for i, name in enumerate(self.sections):
+            yield name, self.events[starts[i] : starts[i + 1]]
+
+    def curve(self) -> Iterator[tuple[int, int, str, dict[str, int]]]:
+        """(event, section, moment of the section, live bytes by component) after each event that adds bytes."""
+        live = dict.fromkeys(COMPONENTS, 0)
+        section = 0
+        for event, (index, sign) in enumerate(self.events):
+            while section + 1 < len(self.sections) and self.section_start[section + 1] <= event:
+                section += 1
+            entry = self.entries[index]
+            live[self.component(entry)] += sign * entry.n_bytes
+            if sign > 0:
+                yield event, section, moment_of(self.sections[section]), live
+
+    def moments(self, after: str = "start") -> dict[str, dict[str, int]]:
+        """For each moment after the section of that name, the composition at its highest point."""
+        best: dict[str, dict[str, int]] = {}
+        tops: dict[str, int] = {}
+        first = self.sections.index(after)
+        for _, section, moment, live in self.curve():
+            total = sum(live.values())
+            if moment and section > first and total > tops.get(moment, -1):
+                tops[moment], best[moment] = total, {name: n for name, n in live.items() if n}
+        return best
+
+    def allocations(self) -> list[tuple[int, int]]:
+        """(entry, bytes), negative where it goes: what ``allocator.replay`` takes."""
+        return [(i, sign * self.entries[i].n_bytes) for i, sign in self.events if self.entries[i].n_bytes]
+
+
+def moment_of(section: str) -> str:
+    """The moment a section belongs to: its first word, in the names of ``footprint.MOMENTS``."""
+    words = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step"}
+    return words.get(section.split(" ")[0], "")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """How blocks repeat: ``prefix`` blocks of their own, then groups of ``period`` blocks, alike."""
+
+    prefix: int = 0
+    period: int = 1
+
+    def shallow(self, depth: int) -> int:
+        """Blocks of a model that shows all that a model of ``depth`` blocks does: five groups and what is left over."""
+        rest = (depth - self.prefix) % self.period
+        return min(depth, self.prefix + 5 * self.period + rest)
+
+    def group(self, block: int) -> tuple[int, int]:
+        return divmod(block - self.prefix, self.period) if block >= self.prefix else (-1, block)
+
+
+def pattern_of(kinds: list[str]) -> Pattern:
+    """The shortest prefix and period that explain the kinds of all blocks."""
+    depth = len(kinds)
+    for prefix in range(min(depth, 8)):
+        for period in range(1, 9):
+            if all(kinds[i] == kinds[i + period] for i in range(prefix, depth - period)):
+                return Pattern(prefix, period)
+    return Pattern(0, depth)
+
+
+_UNIT = 2  # the group that is repeated: its neighbours are groups of the middle, as it is
+
+
+def unrolled(stream: Stream, pattern: Pattern, depth: int) -> Stream:
+    """The stream of a model with ``depth`` blocks, from that of ``pattern.shallow(depth)`` blocks."""
+    shallow = pattern.shallow(depth)
+    if shallow == depth:
+        return stream
+    return _Unroller(stream, pattern, (depth - shallow) // pattern.period + 1).run()
+
+
+class _Unroller:
+    """Walks the shallow stream's sections in order, those of the unit group ``copies`` times."""
+
+    def __init__(self, stream: Stream, pattern: Pattern, copies: int) -> None:
+        self.old, self.pattern, self.copies = stream, pattern, copies
+        self.new = Stream(sections=[], section_start=[])
+        self.home = [self._home_of(entry) for entry in stream.entries]
+        self.at: dict[tuple[int, int], int] = {}  # (old entry, copy) → new entry
+        self.like = self._alike()
+
+    def run(self) -> Stream:
+        sections = list(self.old.by_section())
+        i = 0
+        while i < len(sections):
+            last = i
+            if self._group(sections[i][0]) == _UNIT:
+                while last + 1 < len(sections) and self._group(sections[last + 1][0]) == _UNIT:
+                    last += 1
+                backward = sections[i][0].startswith("backward")
+                for copy in reversed(range(self.copies)) if backward else range(self.copies):
+                    for name, events in sections[i : last + 1]:
+                        self._section(name, events, copy)
+            else:
+                self._section(*sections[i], -1)
+            i = last + 1
+        return self.new
+
+    def _section(self, name: str, events: list[tuple[int, int]], copy: int) -> None:
+        group = self._group(name)
+        self.new.sections.append(self._renamed(name, copy))
+        self.new.section_start.append(len(self.new.events))
+        for entry, sign in events:
+            for one, which in self._targets(entry, group, copy):
+                if sign > 0:
+                    self._born(one, which)
+                else:
+                    self._died(one, which)
+
+    def _targets(self, entry: int, group: int | None, copy: int) -> list[tuple[int, int]]:
+        """(old entry, copy) that an event stands for, in the section of ``group`` and its ``copy``."""
+        home = self.home[entry]
+        if group is None:  # outside the blocks: what belongs to the unit happens to every copy
+            return [(entry, j) for j in range(self.copies)] if home == _UNIT else [(entry, -1)]
+        if group != _UNIT:
+            if home != _UNIT:
+                return [(entry, -1)]
+            return [(entry, self.copies - 1 if group > _UNIT else 0)]
+        if home == _UNIT:
+            return [(entry, copy)]
+        neighbour = copy + (home - _UNIT if home is not None else 0)
+        if home in (_UNIT - 1, _UNIT + 1) and 0 <= neighbour < self.copies:
+            return [(self.like[entry], neighbour)] if entry in self.like else []
+        if home in (_UNIT - 1, _UNIT + 1):
+            return [(entry, -1)]
+        first = self.copies - 1 if self.new.sections[-1].startswith("backward") else 0
+        return [(entry, -1)] if copy == first else []  # of the whole model: it happens once
+
+    def _born(self, entry: int, copy: int) -> None:
+        key = (entry, copy)
+        old = self.old.entries[entry]
+        index = len(self.new.entries)
+        self.at[key] = index
+        self.new.entries.append(
+            replace(old, section=len(self.new.sections) - 1, born=len(self.new.events), died=-1, died_section=-1)
+        )
+        self.new.events.append((index, 1))
+
+    def _died(self, entry: int, copy: int) -> None:
+        index = self.at.pop((entry, copy))
+        made = self.new.entries[index]
+        made.died, made.died_section = len(self.new.events), len(self.new.sections) - 1
+        self.new.events.append((index, -1))
+
+    def _group(self, section: str) -> int | None:
+        word = section.split(" ")[-1]
+        return self.pattern.group(int(word))[0] if word.isdigit() else None
+
+    def _home_of(self, entry: Entry) -> int | None:
+        group = self._group(self.old.sections[entry.section])
+        if group is None and entry.block >= 0:
+            return self.pattern.group(entry.block)[0]
+        return group
+
+    def _renamed(self, name: str, copy: int) -> str:
+        word, _, block = name.rpartition(" ")
+        if not block.isdigit():
+            return name
+        group, place = self.pattern.group(int(block))
+        if group > _UNIT:
+            group += self.copies - 1
+        elif group == _UNIT:
+            group += copy
+        return f"{word} {self.pattern.prefix + group * self.pattern.period + place}" if group >= 0 else name
+
+    def _alike(self) -> dict[int, int]:
+        """Entries of the unit's neighbours to the unit's own that were born as the same, by order of birth."""
+        order: dict[tuple[str, int, int, int], list[int]] = {}
+        visits: dict[str, int] = {}
+        for name, events in self.old.by_section():
+            visits[name] = visits.get(name, 0) + 1
+            word, _, block = name.rpartition(" ")
+            if block.isdigit():
+                group, place = self.pattern.group(int(block))
+                key = (word, visits[name], group, place)
+                order[key] = [entry for entry, sign in events if sign > 0]
+        out: dict[int, int] = {}
+        for (word, visit, group, place), entries in order.items():
+            if group in (_UNIT - 1, _UNIT + 1):
+                out.update(zip(entries, order.get((word, visit, _UNIT, place), []), strict=False))
+        return out
