@@ -55,8 +55,9 @@ class ForeignRun:
     """Products run in ``compute_dtype`` by autocast; else every tensor is computed in its stored type."""
     quantised: Quantised = ""
     """How linear weights of the blocks are stored; the head is not quantised."""
-    raised: bool = False
-    """Norms, embedding and head held in fp32 (peft's k-bit preparation)."""
+    raised: Literal["", "norms", "all"] = ""
+    """What is held in fp32 beside a lower stored type: all but packed weights (peft's k-bit preparation), or the norms
+    alone (TRL takes embedding and head back to bf16)."""
 
     rank: int = 0
     targets: tuple[str, ...] = ()
@@ -64,7 +65,7 @@ class ForeignRun:
     lora_dropout: float = 0.0
     dora: bool = False
     trained_modules: tuple[str, ...] = ()
-    """Whole modules that train beside the adapters (``lm_head``, ``embed_tokens``)."""
+    """Whole modules that train beside the adapters (``lm_head``, ``embed_tokens``), in the frozen weights' type."""
 
     optimizer: str = "adamw"
     """adamw, adam, sgd, sgd_momentum, lion, adafactor, muon …"""
@@ -78,10 +79,17 @@ class ForeignRun:
     clipped: bool = True
 
     checkpointing: Literal["none", "full", "selective"] = "none"
+    reentrant: bool = False
+    """The checkpoint is an autograd function of its own, its forward pass runs without a graph."""
     attention: Literal["flash", "sdpa", "math"] = "sdpa"
     loss: Literal["plain", "kernel", "chunked", "fused"] = "plain"
     """plain: whole logits and their fp32 copy; kernel: whole logits, one fused kernel; chunked: whole logits never in
     fp32 together; fused: head and loss together, logits never whole."""
+    shift: Literal["", "inside", "apart"] = ""
+    """How whole logits meet the next token: labels moved; a copy of all rows but the last, made in the model's code
+    (transformers before 4.46) or in a function of its own while the model holds the logits (4.46 to 4.48)."""
+    loss_raised: bool = True
+    """Logits are raised to fp32 for the loss; some models' own code leaves that to autocast."""
     loss_chunks: int = 8
     fused_kernels: bool = False
     """Norm, rotary and gated-MLP kernels (Liger, Unsloth)."""

@@ -14,13 +14,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ..errors import ConfigError, did_you_mean, nearest
+from ..errors import did_you_mean, nearest
+from .nodes import BAD_SCALAR, Problem, as_one_error, at, construct, mapping_of
 from .schema import FOREIGN, FOREIGN_NOTES, SECTIONS, Config
 
 _COMMAND_LINE = "command line"
 _KEYS = tuple(f"{section}.{key}" if section else key for section, keys in SECTIONS.items() for key in keys)
-#: What yaml's constructors raise, without a place, for a scalar that only looks like a date, a number or a truth value.
-_BAD_SCALAR = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 _EXAMPLE = "start with two lines, model: <folder or name> and data: <file or name>"
 
 
@@ -32,16 +31,9 @@ class _Given:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    where: str
-    message: str
-    hint: str = ""
-
-
 def load(path: Path | None, overrides: Sequence[str] = (), positional: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a run. ``positional`` maps keys to what stood on the command line; None means not given."""
-    problems: list[_Problem] = []
+    problems: list[Problem] = []
     given: dict[str, _Given] = {}
     if path is not None:
         given.update(_from_file(Path(path), problems))
@@ -51,12 +43,12 @@ def load(path: Path | None, overrides: Sequence[str] = (), positional: Mapping[s
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            problems.append(_Problem(_COMMAND_LINE, f"'{text}' is not key=value", "as in lora.rank=32"))
+            problems.append(Problem(_COMMAND_LINE, f"'{text}' is not key=value", "as in lora.rank=32"))
         else:
             _take(key.strip(), _Given(_scalar(value), _COMMAND_LINE), given, problems)
     config = _validate(given, str(path) if path is not None else _COMMAND_LINE, problems)
     if config is None:
-        raise _as_one_error(problems)
+        raise as_one_error(problems)
     return config
 
 
@@ -70,109 +62,41 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
 
 
-def _from_file(path: Path, problems: list[_Problem]) -> dict[str, _Given]:
-    loader = _loader(path, _text(path))
-    try:
-        root = _root(path, loader)
-        if root is None:
-            raise ConfigError("the file is empty", where=str(path), hint=_EXAMPLE)
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError("key: value lines are needed here", where=_at(path, root), hint=_EXAMPLE)
+def _from_file(path: Path, problems: list[Problem]) -> dict[str, _Given]:
+    with mapping_of(path, _EXAMPLE) as (loader, root):
         return dict(_walk(path, loader, root, problems))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(f"this is not YAML: {error.problem or error.context}", where=where) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"this is not YAML: {error}", where=str(path)) from error
-    except RecursionError as error:
-        raise ConfigError("this is nested too deeply", where=str(path)) from error
-    finally:
-        loader.dispose()
-
-
-def _loader(path: Path, text: str) -> yaml.SafeLoader:
-    """A loader of ``text``; YAML has no place for most control characters, and says so before it reads a line."""
-    try:
-        return yaml.SafeLoader(text)
-    except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
-        code = ord(text[error.position])
-        raise ConfigError(
-            f"this is not YAML: the character U+{code:04X} cannot stand here", where=f"{path}:{line}:{column}",
-            hint="save the file as plain UTF-8 text",
-        ) from error  # fmt: skip
-
-
-def _root(path: Path, loader: yaml.SafeLoader) -> yaml.Node | None:
-    try:
-        return loader.get_single_node()
-    except (ValueError, OverflowError) as error:  # an escape such as "\\U00110000", while the scanner stands at it
-        mark = loader.get_mark()
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}"
-        raise ConfigError(f"this is not YAML: {error}", where=where) from error
-
-
-def _construct(path: Path, loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    """The value of a node, and a place for yaml's plain ValueError at what looks like a date or a number and is none."""
-    try:
-        return loader.construct_object(node, deep=True)
-    except _BAD_SCALAR as error:
-        shown = reprlib.repr(node.value) if isinstance(node, yaml.ScalarNode) else "something in here"
-        kind = node.tag.rpartition(":")[2] if isinstance(node, yaml.ScalarNode) else "value"
-        raise ConfigError(
-            f"{shown} is not a valid {kind}", where=_at(path, node), hint="put quotes around it if it is text"
-        ) from error
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError as error:
-        beside = sorted(file.name for file in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, beside) or (f"in that folder: {', '.join(beside[:5])}" if beside else "")
-        raise ConfigError(f"there is no file '{path}'", hint=hint) from error
-    except IsADirectoryError as error:
-        inside = path / "config.yaml"
-        hint = f"did you mean '{inside}'?" if inside.is_file() else "name the YAML file in it"
-        raise ConfigError(f"'{path}' is a folder", hint=hint) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"byte {error.start} is not UTF-8 text", where=str(path)) from error
-    except OSError as error:
-        raise ConfigError(f"cannot read the file: {error.strerror}", where=str(path)) from error
 
 
 def _walk(
-    path: Path, loader: yaml.SafeLoader, root: yaml.MappingNode, problems: list[_Problem]
+    path: Path, loader: yaml.SafeLoader, root: yaml.MappingNode, problems: list[Problem]
 ) -> Iterator[tuple[str, _Given]]:
     """Every known key of the file with its value; what is not known goes to ``problems``."""
     for key_node, value_node in _pairs(path, loader, root, "", problems):
-        key = str(_construct(path, loader, key_node))
+        key = str(construct(path, loader, key_node))
         if key in SECTIONS and key:
             if isinstance(value_node, yaml.MappingNode):
                 yield from _walk_section(path, loader, key, value_node, problems)
-            elif _construct(path, loader, value_node) is not None:
-                problems.append(_section_problem(key, _at(path, value_node)))
+            elif construct(path, loader, value_node) is not None:
+                problems.append(_section_problem(key, at(path, value_node)))
         elif key in SECTIONS[""]:
-            yield key, _Given(_construct(path, loader, value_node), _at(path, value_node))
+            yield key, _Given(construct(path, loader, value_node), at(path, value_node))
         else:
-            problems.append(_unknown(key, _at(path, key_node)))
+            problems.append(_unknown(key, at(path, key_node)))
 
 
 def _walk_section(
-    path: Path, loader: yaml.SafeLoader, section: str, node: yaml.MappingNode, problems: list[_Problem]
+    path: Path, loader: yaml.SafeLoader, section: str, node: yaml.MappingNode, problems: list[Problem]
 ) -> Iterator[tuple[str, _Given]]:
     for key_node, value_node in _pairs(path, loader, node, section, problems):
-        key = f"{section}.{_construct(path, loader, key_node)}"
+        key = f"{section}.{construct(path, loader, key_node)}"
         if key in _KEYS:
-            yield key, _Given(_construct(path, loader, value_node), _at(path, value_node))
+            yield key, _Given(construct(path, loader, value_node), at(path, value_node))
         else:
-            problems.append(_unknown(key, _at(path, key_node)))
+            problems.append(_unknown(key, at(path, key_node)))
 
 
 def _pairs(
-    path: Path, loader: yaml.SafeLoader, node: yaml.MappingNode, section: str, problems: list[_Problem]
+    path: Path, loader: yaml.SafeLoader, node: yaml.MappingNode, section: str, problems: list[Problem]
 ) -> list[tuple[yaml.Node, yaml.Node]]:
     """Key and value nodes, after noting keys that stand twice and applying YAML's own ``<<``."""
     first: dict[str, str] = {}
@@ -180,14 +104,14 @@ def _pairs(
         name = str(key_node.value)
         if name in first:
             full = f"{section}.{name}" if section else name
-            problems.append(_Problem(_at(path, key_node), f"key '{full}' stands here twice", f"first at {first[name]}"))
+            problems.append(Problem(at(path, key_node), f"key '{full}' stands here twice", f"first at {first[name]}"))
         elif isinstance(key_node, yaml.ScalarNode):
-            first[name] = _at(path, key_node)
+            first[name] = at(path, key_node)
     loader.flatten_mapping(node)
     return list(node.value)
 
 
-def _take(key: str, given: _Given, all_given: dict[str, _Given], problems: list[_Problem]) -> None:
+def _take(key: str, given: _Given, all_given: dict[str, _Given], problems: list[Problem]) -> None:
     """One command-line value: a key, or a whole section as a mapping."""
     if key in SECTIONS and isinstance(given.value, dict):
         for inner, value in given.value.items():
@@ -200,7 +124,7 @@ def _take(key: str, given: _Given, all_given: dict[str, _Given], problems: list[
         problems.append(_unknown(key, given.where))
 
 
-def _validate(given: Mapping[str, _Given], file: str, problems: list[_Problem]) -> Config | None:
+def _validate(given: Mapping[str, _Given], file: str, problems: list[Problem]) -> Config | None:
     nested: dict[str, Any] = {}
     for key, one in given.items():
         section, _, name = key.rpartition(".")
@@ -213,7 +137,7 @@ def _validate(given: Mapping[str, _Given], file: str, problems: list[_Problem]) 
     return None if problems else config
 
 
-def _wrong_values(errors: Iterable[ErrorDetails], given: Mapping[str, _Given], file: str) -> Iterator[_Problem]:
+def _wrong_values(errors: Iterable[ErrorDetails], given: Mapping[str, _Given], file: str) -> Iterator[Problem]:
     """One problem a key: the alternatives of a key such as ``auto`` or a number are told together."""
     by_key: dict[str, list[ErrorDetails]] = {}
     for error in errors:
@@ -221,15 +145,15 @@ def _wrong_values(errors: Iterable[ErrorDetails], given: Mapping[str, _Given], f
         by_key.setdefault(".".join(map(str, error["loc"][:depth])), []).append(error)
     for key, found in by_key.items():
         if found[0]["type"] == "missing":
-            yield _Problem(file, f"'{key}' is missing", f"say {key}: <folder or name>")
+            yield Problem(file, f"'{key}' is missing", f"say {key}: <folder or name>")
             continue
         one = given[key]
         plain = [error["ctx"]["error"] for error in found if error["type"] == "value_error"]
         if plain and len(found) == 1:
-            yield _Problem(one.where, f"'{key}': {plain[0]}")
+            yield Problem(one.where, f"'{key}': {plain[0]}")
         else:
             wanted = " or ".join(dict.fromkeys(map(_wanted, found)))
-            yield _Problem(
+            yield Problem(
                 one.where, f"'{key}' must be {wanted}, not {reprlib.repr(one.value)}", _near(found, one.value)
             )
 
@@ -272,7 +196,7 @@ def _split(error: ErrorDetails) -> list[str]:
     return str(error["ctx"]["expected"]).replace(" or ", ",").split(",")
 
 
-def _unknown(key: str, where: str) -> _Problem:
+def _unknown(key: str, where: str) -> Problem:
     """An unknown key: first its exact name elsewhere, then other tools' spelling of it, then near names."""
     section, _, name = key.rpartition(".")
     home = next((known for known in _KEYS if known.rpartition(".")[2] == name), "")
@@ -285,7 +209,7 @@ def _unknown(key: str, where: str) -> _Problem:
     else:
         near = _nearest_key(section, name)
         hint = f"did you mean '{near}'?" if near else ""
-    return _Problem(where, f"unknown key '{key}'", hint)
+    return Problem(where, f"unknown key '{key}'", hint)
 
 
 def _nearest_key(section: str, name: str) -> str:
@@ -298,9 +222,9 @@ def _nearest_key(section: str, name: str) -> str:
     return FOREIGN.get(nearest(name, FOREIGN), "")
 
 
-def _section_problem(section: str, where: str) -> _Problem:
+def _section_problem(section: str, where: str) -> Problem:
     keys = ", ".join(SECTIONS[section][:3])
-    return _Problem(
+    return Problem(
         where, f"'{section}' is a section of keys, not a value", f"its keys are {keys}, …, indented below it"
     )
 
@@ -309,24 +233,5 @@ def _scalar(text: str) -> Any:
     """The value of an override as YAML reads it; what is not YAML is text."""
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, *_BAD_SCALAR):
+    except (yaml.YAMLError, RecursionError, *BAD_SCALAR):
         return text
-
-
-def _at(path: Path, node: yaml.Node) -> str:
-    return f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
-
-
-def _as_one_error(problems: Sequence[_Problem]) -> ConfigError:
-    """One problem as it is; several in the order of the file, a line each."""
-    if len(problems) == 1:
-        return ConfigError(problems[0].message, where=problems[0].where, hint=problems[0].hint)
-    ordered = sorted(problems, key=_position)
-    lines = (f"{one.where}: {one.message}{f' ({one.hint})' if one.hint else ''}" for one in ordered)
-    return ConfigError("\n".join([f"{len(problems)} problems", *lines]))
-
-
-def _position(problem: _Problem) -> tuple[int, int]:
-    """Line and column; what has none (the command line, a missing key) comes last."""
-    *_, line, column = ["", "", *problem.where.split(":")]
-    return (int(line), int(column)) if line.isdigit() and column.isdigit() else (1 << 30, 0)

@@ -1,0 +1,98 @@
+"""Names of optimizers in other tools' files -> what they keep.
+
+transformers' ``OptimizerNames`` and how its trainer builds them (``trainer_optimizer.py``, 5.24), Axolotl's own names
+(``utils/schemas/enums.py`` CustomSupportedOptimizers), and classes torchtune's ``_component_`` names. torch's own keep
+their moments in the parameter's type and step many tensors at once unless fused; bitsandbytes and torchao step one
+tensor at a time.
+"""
+
+from dataclasses import dataclass
+
+from ...foreign import Dtype
+from .sheet import Sheet
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """``bits`` of 0: the moments have the parameter's own type."""
+
+    name: str
+    bits: int = 0
+    foreach: bool = False
+    paged: bool = False
+
+    def bits_with(self, trained: Dtype) -> int:
+        return self.bits or (32 if trained == "float32" else 16)
+
+
+def _bnb(name: str, bits: int) -> dict[bool, Optimizer]:
+    return {paged: Optimizer(name, bits, paged=paged) for paged in (False, True)}
+
+
+_ADAM8, _ADAM32, _LION8, _LION32 = _bnb("adamw", 8), _bnb("adamw", 32), _bnb("lion", 8), _bnb("lion", 32)
+
+HF: dict[str, Optimizer] = {
+    "adamw_torch": Optimizer("adamw", foreach=True),
+    "adamw_hf": Optimizer("adamw"),
+    "adamw_torch_fused": Optimizer("adamw"),
+    "adamw_torch_npu_fused": Optimizer("adamw"),
+    "adamw_torch_8bit": Optimizer("adamw", 8),
+    "adamw_torch_4bit": Optimizer("adamw", 4),
+    "adamw_bnb_8bit": _ADAM8[False],
+    "adamw_8bit": _ADAM8[False],
+    "paged_adamw_8bit": _ADAM8[True],
+    "paged_adamw_32bit": _ADAM32[True],
+    "paged_adamw": _ADAM32[True],
+    "lion_32bit": _LION32[False],
+    "lion_8bit": _LION8[False],
+    "paged_lion_32bit": _LION32[True],
+    "paged_lion_8bit": _LION8[True],
+    "adafactor": Optimizer("adafactor", 32),
+    "sgd": Optimizer("sgd", foreach=True),
+    "adagrad": Optimizer("adagrad", foreach=True),
+    "rmsprop": Optimizer("rmsprop", foreach=True),
+    "rmsprop_bnb": Optimizer("rmsprop", 32),
+    "rmsprop_bnb_8bit": Optimizer("rmsprop", 8),
+    "rmsprop_bnb_32bit": Optimizer("rmsprop", 32),
+    "schedule_free_adamw": Optimizer("adamw", foreach=True),  # an average and a second moment: as much as AdamW
+}
+AXOLOTL: dict[str, Optimizer] = {
+    **HF,
+    "ao_adamw_4bit": Optimizer("adamw", 4),
+    "ao_adamw_8bit": Optimizer("adamw", 8),
+    "ao_adamw_fp8": Optimizer("adamw", 8),
+    "adopt_adamw": Optimizer("adamw", foreach=True),
+    "muon": Optimizer("muon", foreach=True),
+}
+_LOW_RANK = "projects gradients to a low rank, which a simulated step cannot express"
+_REASONS: dict[str, str] = {
+    "galore": _LOW_RANK, "apollo": _LOW_RANK, "q_galore": _LOW_RANK,
+    "lomo": "steps inside a backward pass of its own", "adalomo": "steps inside a backward pass of its own",
+    "ademamix": "keeps three moments", "paged_ademamix": "keeps three moments", "dion": "keeps low-rank moments",
+}  # fmt: skip
+CLASSES: dict[str, Optimizer] = {
+    "torch.optim.AdamW": Optimizer("adamw", foreach=True),
+    "torch.optim.Adam": Optimizer("adam", foreach=True),
+    "torch.optim.SGD": Optimizer("sgd", foreach=True),
+    "torch.optim.Adafactor": Optimizer("adafactor", 32),
+    "bitsandbytes.optim.AdamW": _ADAM32[False],
+    "bitsandbytes.optim.AdamW8bit": _ADAM8[False],
+    "bitsandbytes.optim.PagedAdamW": _ADAM32[True],
+    "bitsandbytes.optim.PagedAdamW32bit": _ADAM32[True],
+    "bitsandbytes.optim.PagedAdamW8bit": _ADAM8[True],
+    "bitsandbytes.optim.Lion8bit": _LION8[False],
+    "torchao.optim.AdamW8bit": Optimizer("adamw", 8),
+    "torchao.optim.AdamW4bit": Optimizer("adamw", 4),
+    "torchao.optim.AdamWFp8": Optimizer("adamw", 8),
+}
+
+
+def named(sheet: Sheet, key: str, default: str, known: dict[str, Optimizer] = HF) -> Optimizer:
+    """The optimizer a word stands for; refused, and AdamW instead, where a simulated step has nothing like it."""
+    word = sheet.text(key, default)
+    found = known.get(word) or known.get(word.replace("torchao.prototype.low_bit_optim.", "torchao.optim."))
+    if found:
+        return found
+    family = next((name for name in sorted(_REASONS, key=len, reverse=True) if word.startswith(name)), "")
+    sheet.refuse(key, f"the optimizer {word} {_REASONS.get(family, 'is not one that can be simulated')}")
+    return HF["adamw_torch"]
