@@ -69,9 +69,10 @@ def replay(
     return Replay(most, memory.most, memory.retries)
 
 
-def smallest_capacity(events: Sequence[Event], kind: Kind = "classic", step: int = 2 * MIB) -> int:
-    """The least capacity, to ``step`` bytes, in which the events replay without a refusal; what a plan must have."""
+def smallest_capacity(events: Sequence[Event], kind: Kind = "classic", share: float = 0.002) -> int:
+    """The least capacity in which the events replay without a refusal, at most ``share`` above it: what a plan needs."""
     free = replay(events, None, kind)
+    step = max(2 * MIB, round(free.allocated_bytes * share))
     low, high = free.allocated_bytes // step, -(-free.reserved_bytes // step)
     while low < high:
         middle = (low + high) // 2

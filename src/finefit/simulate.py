@@ -8,18 +8,23 @@ Always called through ``simulated`` of ``witness``, which runs it in a subproces
 process's, and a model that cannot be stepped may take the process with it.
 """
 
+import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .foreign import ForeignRun
+from .allocator import replay, smallest_capacity
+from .foreign import ForeignRun, Spread
 from .ledger import Ledger
+from .placement import placed
+from .sharding import Buckets, computed_as, of_rank
 from .stacks import builder_of
 from .stacks.attention import cuda_kernels
 from .stacks.base import Stepped
@@ -172,8 +177,60 @@ class _Watched(nn.Module):
         return output
 
 
-def timed(config: Mapping[str, Any], run: ForeignRun, whole: bool = False) -> tuple[Stream, float]:
-    """The stream and the seconds it took."""
+def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, whole: bool = False) -> dict[str, Any]:
+    """All readings of one rank's run, as JSON values."""
     start = time.perf_counter()
-    stream = step_stream(config, run, whole)
-    return stream, time.perf_counter() - start
+    spread = run.spread
+    stream = step_stream(part_of(config, spread), computed_as(run), whole)
+    stream = placed(of_rank(stream, run, buckets_of(config)), run)
+    moments = stream.moments(STEADY)
+    workspaces = [(-1 - i, workspace_bytes) for i in range(2 * (workspace_bytes > 0))]  # of two threads
+    events = [*workspaces, *stream.allocations()]
+    classic = replay(events)
+    return {
+        "moments": moments, "live_bytes": max(sum(parts.values()) for parts in moments.values()),
+        "allocated_bytes": classic.allocated_bytes, "reserved_bytes": classic.reserved_bytes,
+        "capacity_bytes": smallest_capacity(events),
+        "seconds": time.perf_counter() - start,
+    }  # fmt: skip
+
+
+def buckets_of(config: Mapping[str, Any]) -> Buckets:
+    hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 4096
+    return Buckets.auto(int(hidden))
+
+
+def part_of(config: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
+    """The part of the model one rank computes: a share of heads, MLP and vocabulary, and of the blocks."""
+    out = dict(config)
+    if spread.tensor > 1:
+        heads = int(config["num_attention_heads"])
+        out["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            if config.get(key):
+                out[key] = max(int(config[key]) // spread.tensor, 1)
+    if spread.pipeline > 1:
+        name = next(key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config)
+        out[name] = max(-(-int(config[name]) // spread.pipeline), 1)
+    return out
+
+
+def serve(answers: TextIO) -> None:
+    """Answer questions, a line of JSON each, until there are no more."""
+    for line in sys.stdin:
+        question = json.loads(line)
+        run = question["run"]
+        run = ForeignRun(**{
+            **run, "spread": Spread(**run["spread"]),
+            **{key: tuple(run[key]) for key in ("targets", "trained_modules", "notes")},
+        })  # fmt: skip
+        try:
+            answer = foreseen(question["config"], run, question["workspace_bytes"], question["whole"])
+        except Exception as error:  # told to whoever asks; the next question may be answered
+            answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    real, sys.stdout = sys.stdout, sys.stderr  # libraries that print must not answer
+    serve(real)

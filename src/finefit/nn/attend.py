@@ -1,19 +1,21 @@
 """Attention inside packed sequences: as transformers' registry calls it, and as its attention modules do after take-over.
 
-On a CPU each sequence goes through ``SegmentAttention`` (PyTorch's CPU kernel is slow in backward); on a CUDA device
-through PyTorch's own kernels, a call a sequence. Without boundaries (generation) the batch is plainly causal.
+On a CPU each sequence goes through ``SegmentAttention`` (PyTorch's CPU kernel is slow in backward); on a CUDA device all
+go through one call of FlashAttention, where it takes them. Without boundaries (generation) the batch is plainly causal.
 
 Shapes: n query heads, m key/value heads, B rows, S columns, T = B·S, d head size, p rotated part of a head.
 """
 
-import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .attention import Form, SegmentAttention
+from .flash import PackedFlash, suits
 from .lora_linear import linears
 
 
@@ -117,27 +119,29 @@ def _turned(x_tnd: Tensor, cos_tp: Tensor, sin_tp: Tensor, way: int) -> Tensor:
     return out_tnd.to(dtype)
 
 
+_stands_for: ContextVar[str] = ContextVar("stands_for", default="cpu")
+
+
+@contextmanager
+def standing_for(kind: str) -> Iterator[None]:
+    """Tensors on the CPU are stand-ins for those of a device of this kind: its attention is chosen, and allocates."""
+    token = _stands_for.set(kind)
+    try:
+        yield
+    finally:
+        _stands_for.reset(token)
+
+
 def _inside(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], form: Form) -> Tensor:
     """``(T, n, d)``: each token attends to the earlier ones of its own sequence."""
     kind = qkv[0].device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else qkv[2].dtype
     q_tnd, k_tmd, v_tmd = (x.to(dtype) for x in qkv)
-    plain = form.softcap is None and (form.window is None or form.window >= bounds[-1])
+    on_cuda = q_tnd.is_cuda or _stands_for.get() == "cuda"
     with torch.autocast(kind, enabled=False):
-        if q_tnd.is_cuda and plain:
-            return _by_kernel((q_tnd, k_tmd, v_tmd), bounds, form.scale)
-        out_tnd: Tensor = SegmentAttention.apply(q_tnd, k_tmd, v_tmd, bounds, form)
+        function = PackedFlash if on_cuda and suits(q_tnd, form) else SegmentAttention
+        out_tnd: Tensor = function.apply(q_tnd, k_tmd, v_tmd, bounds, form)
         return out_tnd
-
-
-def _by_kernel(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], scale: float) -> Tensor:
-    gqa = qkv[0].shape[1] != qkv[1].shape[1]
-    outs = []
-    for start, end in itertools.pairwise(bounds):
-        q, k, v = (x[start:end].transpose(0, 1)[None] for x in qkv)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
 
 
 def _generating(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, form: Form) -> Tensor:

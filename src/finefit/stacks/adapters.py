@@ -98,15 +98,11 @@ class _UnpackedProduct(torch.autograd.Function):
         ctx.layer = layer
         if layer.kind == "int8":
             return _int8_forward(ctx, x, layer)
-        if layer.kind == "gptq4":  # one kernel: unpacks in registers
-            return x.new_empty(*x.shape[:-1], layer.shape[0])
         return nn.functional.linear(x, layer.dense(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        if ctx.layer.kind == "gptq4":
-            return grad.new_empty(*grad.shape[:-1], ctx.layer.shape[1]), None
         return torch.matmul(grad, ctx.layer.dense(grad.dtype)), None
 
 

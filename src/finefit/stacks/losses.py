@@ -1,9 +1,9 @@
 """The loss of a causal language model as the common tools compute it, by what it keeps.
 
-plain: transformers' ``loss/loss_utils.py`` ForCausalLMLoss (5.x): logits raised to fp32, cross-entropy on all rows.
-shifted: the same before 4.49, with a contiguous copy of all rows but the last.
-kernel: one kernel over whole logits, the gradient written over them (Unsloth's, fms-acceleration's, Liger's
-``cross_entropy``). fused: Liger's ``fused_linear_cross_entropy``: head and loss by chunks of rows, gradients computed in
+plain: transformers' ``loss/loss_utils.py`` ForCausalLMLoss: logits raised to fp32, cross-entropy on all rows; before
+4.49 on a contiguous copy of all rows but the last.
+kernel: the same with one kernel for the entropy, which writes the gradient over its input (Unsloth's,
+fms-acceleration's, Liger's ``cross_entropy``). fused: Liger's ``fused_linear_cross_entropy``: head and loss by chunks of rows, gradients computed in
 forward. chunked: the head's output taken by chunks, logits in the compute type, fp32 a chunk at a time, each kept.
 
 Shapes: b rows, s columns, V vocabulary, h hidden.
@@ -15,32 +15,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Head = Callable[[Tensor], Tensor]
+from ..foreign import ForeignRun
 
 
-def loss_of(
-    kind: str, head: nn.Module, hidden_bsh: Tensor, label_bs: Tensor, chunks: int
-) -> tuple[Tensor, Tensor | None]:
+def loss_of(run: ForeignRun, head: nn.Module, hidden_bsh: Tensor, label_bs: Tensor) -> tuple[Tensor, Tensor | None]:
     """The loss, and the logits where they exist, for loops that hold them until backward is over."""
-    if kind == "fused":
+    if run.loss == "fused":
         weight = head.weight if not hasattr(head, "base") else head.base.weight
         return FusedLinear.apply(hidden_bsh.flatten(0, 1), weight, label_bs.flatten()), None
-    if kind == "chunked":
-        return _chunked(head, hidden_bsh, label_bs, chunks), None
+    if run.loss == "chunked":
+        return _chunked(head, hidden_bsh, label_bs, run.loss_chunks), None
+    entropy = _by_kernel if run.loss == "kernel" else _by_operators
     logits = head(hidden_bsh)
-    if kind == "kernel":
-        return Kernel.apply(logits.flatten(0, 1), label_bs.flatten()), logits
-    return _plain(logits, label_bs, shifted=kind == "shifted"), logits
+    if not run.loss_raised:
+        rows, labels = logits[:, :-1].contiguous(), label_bs[:, 1:].contiguous()
+        return entropy(rows.flatten(0, 1), labels.flatten()), logits
+    if run.shift == "inside":
+        logits = logits.float()
+    if run.shift:
+        return _shifted(logits, label_bs, entropy), logits
+    if run.loss == "kernel" and run.tool != "transformers":
+        return entropy(logits.flatten(0, 1), label_bs.flatten()), logits
+    labels = nn.functional.pad(label_bs, (0, 1), value=-100)[:, 1:].contiguous()
+    return entropy(logits.float().flatten(0, 1), labels.flatten()), logits
 
 
-def _plain(logits: Tensor, label_bs: Tensor, shifted: bool) -> Tensor:
-    vocab = logits.shape[-1]
-    raised = rows = logits.float()  # both names live until the function is left, as theirs do
-    if shifted:
-        rows, labels = raised[:, :-1].contiguous(), label_bs[:, 1:].contiguous()
-    else:
-        labels = nn.functional.pad(label_bs, (0, 1), value=-100)[:, 1:].contiguous()
-    return nn.functional.cross_entropy(rows.view(-1, vocab), labels.view(-1), ignore_index=-100)
+Entropy = Callable[[Tensor, Tensor], Tensor]
+
+
+def _shifted(logits: Tensor, label_bs: Tensor, entropy: Entropy) -> Tensor:
+    raised = logits.float()
+    rows, labels = raised[:, :-1].contiguous(), label_bs[:, 1:].contiguous()
+    return entropy(rows.flatten(0, 1), labels.flatten())
+
+
+def _by_operators(rows: Tensor, labels: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(rows.device.type):
+        rows = rows.float()  # the loss is on the list of what autocast raises
+    return nn.functional.cross_entropy(rows, labels, ignore_index=-100)
+
+
+def _by_kernel(rows: Tensor, labels: Tensor) -> Tensor:
+    out: Tensor = Kernel.apply(rows, labels)
+    return out
 
 
 def _chunked(head: nn.Module, hidden_bsh: Tensor, label_bs: Tensor, chunks: int) -> Tensor:

@@ -22,7 +22,7 @@ from .experts import spread_evenly
 from .kernels import with_kernels
 from .losses import loss_of
 
-_FLASH = "cuda_flash"
+_FLASH = "as_on_cuda"
 # The Trainer lets go of its outputs when the loss is returned; these loops keep them in a variable over backward.
 _HOLDS_LOGITS = ("loop",)
 
@@ -39,9 +39,11 @@ def build(config: Mapping[str, Any], run: ForeignRun, depth: int, device: torch.
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
-    """The decoder's blocks: the longest list of modules there is."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=lambda one: (len(one), sum(p.numel() for p in one.parameters())))
+    """The decoder's blocks: the outermost list of modules."""
+    lists = [(name.count("."), name) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    found = model.get_submodule(min(lists)[1])
+    assert isinstance(found, nn.ModuleList)
+    return found
 
 
 def _on_meta(config: Mapping[str, Any], run: ForeignRun, depth: int) -> Any:
@@ -55,7 +57,7 @@ def _on_meta(config: Mapping[str, Any], run: ForeignRun, depth: int) -> Any:
             model = AutoModelForCausalLM.from_config(made, attn_implementation=kind)
         except ValueError:  # a family with one attention only
             model = AutoModelForCausalLM.from_config(made)
-    spread_evenly(model)
+    spread_evenly(model, as_linears=run.is_quantised)
     if run.fused_kernels:
         with_kernels(model)
     return model.train()
@@ -104,7 +106,7 @@ def _adapt(model: Any, run: ForeignRun, device: torch.device) -> None:
         if name.split(".")[-1] in run.trained_modules:
             for leaf, p in child._parameters.items():
                 if p is not None:
-                    child._parameters[leaf] = nn.Parameter(p.to(trained))
+                    child._parameters[leaf] = nn.Parameter(p.to(frozen))
 
 
 def _adapted(linear: nn.Linear, name: str, run: ForeignRun, device: torch.device) -> nn.Module:
@@ -119,17 +121,17 @@ def _adapted(linear: nn.Linear, name: str, run: ForeignRun, device: torch.device
 
 
 def _raise(model: Any, run: ForeignRun) -> None:
-    """fp32 for all that is not packed (peft ``prepare_model_for_kbit_training``)."""
+    """fp32 for all that is not packed (peft ``prepare_model_for_kbit_training``), or for the norms among it."""
     packed = {id(m.weight) for block in blocks_of(model) for m in block.modules() if isinstance(m, nn.Linear)}
-    for module in model.modules():
+    for place, module in model.named_modules():
         for name, p in module._parameters.items():
-            if p is not None and id(p) not in packed:
+            if p is not None and id(p) not in packed and (run.raised == "all" or "norm" in place):
                 module._parameters[name] = nn.Parameter(p.to(torch.float32), requires_grad=False)
 
 
 def _checkpoint(model: Any, run: ForeignRun) -> None:
     if run.checkpointing != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": run.reentrant})
     if run.method == "lora" and run.checkpointing != "none":
         model.enable_input_require_grads()
 
@@ -146,7 +148,7 @@ def _stepper(model: Any, run: ForeignRun) -> Any:
             out = model.base_model(**inputs)
             ledger.mark("loss")
             head = model.get_output_embeddings()
-            value, held = loss_of(run.loss, head, out[0], label_bs, run.loss_chunks)
+            value, held = loss_of(run, head, out[0], label_bs)
         if run.tool in _HOLDS_LOGITS:
             value.held = held
         return value

@@ -1,0 +1,162 @@
+"""A published case (``published_memory.jsonl``) as a ``ForeignRun``: what the record says, the tool's habits for the rest.
+
+Nothing here is fitted to a figure: a habit is the tool's code of that time. What a record leaves open is assumed and
+said in the run's notes; what cannot be expressed is refused with a reason.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from finefit.foreign import ForeignRun, Spread
+
+Record = Mapping[str, Any]
+TOOLS = {"litgpt": "litgpt", "torchtune": "torchtune", "torchtitan": "torchtitan"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+QUANTISED = {"nf4": "nf4", "fp4": "nf4", "nf4-double-quant": "nf4_double", "int8": "int8", "gptq-int4": "gptq4",
+             "awq-int4": "gptq4", "int4": "nf4"}  # fmt: skip
+# transformers at the time of a source: before 4.46 the model's code copies the shifted logits, until 4.48 the loss's.
+INSIDE = ("fms-gran", "fms-moe", "qwen", "swift-lora", "swift-full", "lf-", "peft-docs", "hf4bit", "hf-", "llmem", "phil",
+          "lowrank", "lomo", "ds-", "oom-alpaca", "oom-cookbook")  # fmt: skip
+APART = ("fms-ref",)
+UNEXPRESSED = ("adalora", "c3a", "fourierft", "gralora", "lily", "loha", "oft", "prefix_tuning", "prompt_tuning",
+               "p_tuning", "pvera", "randlora", "tinylora", "unilora", "waveft", "lisa", "llamapro", "apollo-mini",
+               "galore", "q-galore", "badam", "lomo", "component", "glora")  # fmt: skip
+FUSED_C_ATTN = {"c_attn": ("q_proj", "k_proj", "v_proj"), "query_key_value": ("q_proj", "k_proj", "v_proj"),
+                "W_pack": ("q_proj", "k_proj", "v_proj"), "w1": ("up_proj",), "w2": ("gate_proj",),
+                "c_proj": ("o_proj", "down_proj")}  # fmt: skip
+
+
+class Refused(Exception):
+    """The case cannot be expressed; the text says why."""
+
+
+def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
+    """The run a record describes; ``Refused`` with a reason where that is not possible."""
+    method = record["method"]
+    if method in UNEXPRESSED and record["group"] != "litgpt":
+        raise Refused(f"method {method} has no stand-in")
+    if record.get("arch") not in (None, "decoder", "decoder-moe"):
+        raise Refused(f"an {record['arch']} is not a causal language model")
+    notes: list[str] = []
+    full = method in ("full", "badam")
+    settings: dict[str, Any] = {
+        "tool": TOOLS.get(record["group"], "transformers"), "model": record["model"],
+        "method": "full" if full else "lora",
+        "micro_batch_size": _assumed(record, "micro_batch", 1, notes) // _dp_of_batch(record),
+        "max_length": _assumed(record, "seq_len", 512, notes) // max(_degrees(record).get("cp", 1), 1),
+        "accumulation": record["grad_accum"] or 1, "packed": bool(record["packing"]),
+        **_numbers(record, full), **_optimizer(record), **_graph(record),
+        "spread": _spread(record), "clipped": True,
+    }  # fmt: skip
+    if not full:
+        settings |= _adapters(record, config)
+    return ForeignRun(**settings, notes=tuple(notes))
+
+
+def _assumed(record: Record, key: str, value: int, notes: list[str]) -> int:
+    if record[key] is None:
+        notes.append(f"{key} is not stated: {value} is assumed")
+        return value
+    return int(record[key])
+
+
+def _dp_of_batch(record: Record) -> int:
+    return 1
+
+
+def _degrees(record: Record) -> dict[str, Any]:
+    return dict(record["parallel"] or {})
+
+
+def _text(record: Record) -> str:
+    return record["notes"] or ""
+
+
+def _numbers(record: Record, full: bool) -> dict[str, Any]:
+    """Types of weights, training and computing, and how weights are packed."""
+    compute = DTYPES.get(record["compute_dtype"] or "bf16", "bfloat16")
+    weight = record["weight_dtype"] or "bf16"
+    quantised = QUANTISED.get(weight, "")
+    if record["group"] == "fms-acceleration" and quantised == "nf4":
+        quantised = "nf4_double"  # its framework_plugin_bnb.py and TRL's own baseline set double quantisation
+    bits, note = record["optimizer_bits"], _text(record)
+    own_code = record["group"] in TOOLS
+    if full:
+        trained = DTYPES.get(weight, compute)
+        if trained != "float32" and bits == 32 and _degrees(record).get("zero", 0):
+            trained = "float32"  # master weights
+    else:
+        trained = compute if own_code or bits == 16 else "float32"
+    if own_code:
+        trained = DTYPES.get(weight, compute) if full or not quantised else compute
+        trained = compute if not full and weight in ("bf16", "fp16") else trained
+    autocast = "no autocast" not in note and not own_code and trained == "float32"
+    if own_code and weight == "fp32" and compute != "float32":
+        autocast, trained = True, "float32"
+    return {
+        "frozen_dtype": DTYPES.get(weight, compute), "trained_dtype": trained, "compute_dtype": compute,
+        "autocast": autocast or (bool(quantised) and not own_code), "quantised": quantised,
+        # TRL leaves the preparation out when the packed base is sharded.
+        "raised": "norms" if "upcasts norms" in note and _degrees(record).get("zero", 0) != 3 else "",
+    }  # fmt: skip
+
+
+def _optimizer(record: Record) -> dict[str, Any]:
+    name, bits = record["optimizer"] or "adamw", record["optimizer_bits"]
+    packed = "8bit" in name or bits == 8
+    in_backward = "in backward" in _text(record) or "fused into backward" in _text(record)
+    return {
+        "optimizer": "muon" if "muon" in name else "sgd" if name == "sgd" else "adamw",
+        "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name,
+        "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name,
+        "optimizer_on_host": name == "cpu_adam" or "cpu" in (record["offload"] or "") and "zero" in record["offload"],
+        "parameters_on_host": (record["offload"] or "") in ("fsdp-cpu", "zero3-cpu"),
+        "activations_on_host": record["offload"] == "activations-cpu",
+    }  # fmt: skip
+
+
+def _graph(record: Record) -> dict[str, Any]:
+    loss = record["cross_entropy"] or "plain"
+    shift = "inside" if record["id"].startswith(INSIDE) else "apart" if record["id"].startswith(APART) else ""
+    note = _text(record)
+    return {
+        "checkpointing": record["checkpointing"] or "full", "reentrant": record["group"] not in TOOLS, "attention": record["attention"] or "sdpa",
+        # Qwen 1's and ChatGLM's own modelling code leaves logits in the type of the head.
+        "loss_raised": not re.search(r"Qwen-\d|chatglm", record["model"] or ""), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
+        "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in record["group"],
+        "loss_chunks": 8,
+    }  # fmt: skip
+
+
+def _adapters(record: Record, config: Mapping[str, Any]) -> dict[str, Any]:
+    targets = record["lora_targets"]
+    if isinstance(targets, str) or targets is None:
+        names: tuple[str, ...] = () if targets == "all-linear" or targets is None else (targets,)
+    else:
+        names = tuple(part for t in targets for part in FUSED_C_ATTN.get(t, (t,)))
+    dropout = re.search(r"dropout (0?\.\d+)", _text(record))
+    whole = ("lm_head", "embed_tokens") if "embedding and output layer are trained" in _text(record) else ()
+    return {
+        "rank": record["lora_rank"] or 8, "targets": names, "lora_dropout": float(dropout[1]) if dropout else 0.0,
+        "dora": record["method"] == "dora", "trained_modules": whole,
+    }  # fmt: skip
+
+
+def _spread(record: Record) -> Spread:
+    degrees = _degrees(record)
+    stage, impl = degrees.get("zero") or 0, str(degrees.get("impl") or "")
+    data, tensor, pipeline = (degrees.get(key) or 1 for key in ("dp", "tp", "pp"))
+    context = degrees.get("cp") or 1
+    if impl == "naive layer split":
+        engine = "naive"
+    elif impl.startswith("fsdp2"):
+        engine = "fsdp2"
+    elif impl.startswith("fsdp") or "gemini" in impl:
+        engine = "fsdp1"
+    elif impl == "deepspeed":
+        engine = "deepspeed"
+    else:
+        engine = "fsdp1" if stage == 3 else "ddp" if data > 1 else ""
+    shards = degrees.get("fsdp_shards") or (data * context if stage else 1)
+    return Spread(data, tensor, pipeline, context, stage, shards, engine)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""What another tool's run would need, as it would run there, and what finefit makes of the same wish. Torch-free.
+
+The run is simulated in a process of its own (``witness``); a model that cannot be simulated is an error that says so.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import session
+from .catalog import folders
+from .catalog.resolve import locate_model
+from .config import load
+from .config.dialects import Foreign
+from .errors import DoesNotFit, FinefitError
+from .hardware import HardwareSpec
+from .plan import Plan
+from .spec import resolve_model
+from .witness import Simulated, Simulator, workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    foreign: Foreign
+    hardware: HardwareSpec
+    simulated: Simulated
+    needed_bytes: int
+    """The smallest memory of a device in which it goes through, the process's context included."""
+    ours: Plan | None
+    ours_not: str
+    """Why finefit has no plan for the same wish; empty where it has one."""
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.hardware.memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tool": self.foreign.tool, "run": self.foreign.run.to_json(), "ignored": list(self.foreign.ignored),
+            "hardware": self.hardware.name, "fits": self.fits, "needed_bytes": self.needed_bytes,
+            "allocated_bytes": self.simulated.allocated_bytes, "reserved_bytes": self.simulated.reserved_bytes,
+            "simulated": self.simulated.footprint.to_json(), "seconds": self.simulated.seconds,
+            "finefit": self.ours.to_json() if self.ours else None, "finefit_not": self.ours_not,
+        }  # fmt: skip
+
+
+def foretell(foreign: Foreign, hardware: HardwareSpec) -> Foretold:
+    """Simulate the run there, and plan the same wish here."""
+    with Simulator() as simulator:
+        found = simulator.ask(config_json(foreign.run.model), foreign.run, workspace_bytes(hardware.name))
+    ours, why_not = _ours(foreign, hardware)
+    return Foretold(foreign, hardware, found, found.capacity_bytes + hardware.context_bytes, ours, why_not)
+
+
+def config_json(model: str) -> dict[str, Any]:
+    """The model's config.json as a dict: from the catalogue, a folder, or the hub."""
+    found = locate_model(model)
+    if isinstance(found, Path):
+        return dict(folders.read_config(found / "config.json" if found.is_dir() else found))
+    return dict(found.config)
+
+
+def _ours(foreign: Foreign, hardware: HardwareSpec) -> tuple[Plan | None, str]:
+    settings = [f"{key}={json.dumps(value) if isinstance(value, list | tuple) else value}" for key, value in foreign.wish]
+    try:
+        config = load(None, [s for s in settings if not s.startswith(("model=", "data="))], {"model": foreign.run.model})
+        return session.make_plan(config, resolve_model(foreign.run.model), hardware, None), ""
+    except DoesNotFit as error:
+        return None, f"does not fit: {error.message}" + (f" ({error.hint})" if error.hint else "")
+    except FinefitError as error:
+        return None, error.message

@@ -1,0 +1,223 @@
+"""One rank's stream from a single device's: parameters, gradients and states sharded, gathers and buckets put in.
+
+Follows FSDP (``torch/distributed/fsdp/_runtime_utils.py``, ``_fully_shard/_fsdp_param_group.py``): a unit a block, all
+else the root, whose parameters stay gathered from the start of forward to the end of backward; in backward the next
+block is gathered while one runs (FSDP 1 under a reentrant checkpoint cannot look ahead: its forward left no hooks);
+a block's whole gradients live until they are reduced after its backward. FSDP 1 hooks the inputs of units whose
+parameters are frozen and keeps the hooks to the end of backward: a reentrant checkpoint's inputs and their gradients
+live as long. DeepSpeed's
+ZeRO (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``partitioned_param_coordinator.py``): buckets of fixed size,
+fp32 master copies. DDP: a bucket copy of all gradients. The step was simulated in the type it is computed in; the
+stored types are put right here. Streams of communication have pools of their own: not modelled.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from .foreign import ForeignRun
+from .stream import Entry, Stream
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """DeepSpeed's sizes in elements: its own defaults, or ``auto`` of transformers by the hidden size."""
+
+    reduce: int = 500_000_000
+    gather: int = 500_000_000
+    live: int = 1_000_000_000
+    group: int = 1_000_000_000
+
+    @classmethod
+    def auto(cls, hidden_size: int) -> "Buckets":
+        return cls(reduce=hidden_size**2, gather=200_000_000)
+
+
+def of_rank(stream: Stream, run: ForeignRun, buckets: Buckets | None = None) -> Stream:
+    """The stream of one of ``run.spread``'s ranks."""
+    spread = run.spread
+    if spread.shard_stage == 0 and spread.engine != "ddp":
+        return stream
+    return _Rank(stream, run, buckets or Buckets()).made()
+
+
+def computed_as(run: ForeignRun) -> ForeignRun:
+    """The run to simulate: under sharding parameters are gathered in the type they are computed in."""
+    if run.spread.shard_stage == 0:
+        return run
+    compute = run.compute_dtype
+    frozen = run.frozen_dtype if run.quantised else compute
+    return replace(run, trained_dtype=compute, frozen_dtype=frozen, optimizer="sgd", foreach=False)
+
+
+@dataclass
+class _Rank:
+    old: Stream
+    run: ForeignRun
+    buckets: Buckets
+    new: Stream = field(default_factory=lambda: Stream(sections=[], section_start=[]))
+    at: dict[int, int] = field(default_factory=dict)
+    open: dict[str, int] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)  # entries that live to the end of backward
+
+    def made(self) -> Stream:
+        self.stage, self.ranks = self.run.spread.shard_stage, max(self.run.spread.shards, 1)
+        self.stored = self._stored()
+        self.block_bytes = self._block_bytes()
+        self.depth = 1 + max((b for b in self.block_bytes if b >= 0), default=-1)
+        for name, events in self.old.by_section():
+            self._enter(name)
+            if name == "optimizer":
+                self._update(events)
+            else:
+                self._copy(name, events)
+        return self.new
+
+    # Facts of the whole model
+
+    def _stored(self) -> tuple[float, float]:
+        """Bytes a trained element takes in its stored type, over those it was computed in; and of its states."""
+        compute, trained = _BYTES[self.run.compute_dtype], _BYTES[self.run.trained_dtype]
+        own_master = self.run.spread.engine == "deepspeed"
+        return (1.0 if own_master else trained / compute), trained / compute
+
+    def _block_bytes(self) -> dict[int, int]:
+        """Bytes of the parameters of each block, and of all outside the blocks at -1, as computed."""
+        out: dict[int, int] = {}
+        for entry in self.old.entries:
+            if entry.owner == "parameter":
+                word = self.old.sections[entry.section].split(" ")[-1]
+                out[int(word) if word.isdigit() else -1] = out.get(int(word) if word.isdigit() else -1, 0) + entry.n_bytes
+        return out
+
+    def _trained_numel(self) -> int:
+        grads = [e for e in self.old.entries if e.owner == "gradient"]
+        first = self.old.sections.index("steady")
+        return sum(e.n_bytes // e.itemsize for e in grads if e.section < first)
+
+    # Events
+
+    def _enter(self, name: str) -> None:
+        self.new.sections.append(name)
+        self.new.section_start.append(len(self.new.events))
+        word, _, block = name.rpartition(" ")
+        if self.stage == 3:
+            if name == "forward before":
+                self._hold("gather -1", self.block_bytes.get(-1, 0))
+            elif block.isdigit() and word in ("forward", "backward"):
+                self._gather(int(block), 1 if word == "forward" else -1)
+            elif word == "backward" and block == "start" or name == "loss":
+                self._release(f"gather {self.depth - 1}")
+            elif name in ("idle", "optimizer"):
+                for held in [h for h in self.open if h.startswith("gather")]:
+                    self._release(held)
+        if name == "forward before" and self.run.spread.engine == "ddp" and "bucket" not in self.open:
+            self._hold("bucket", sum(e.n_bytes for e in self.old.entries if e.owner == "gradient") // 2)
+        if self.run.spread.engine == "deepspeed" and self.stage >= 2 and name == "backward start":
+            self._hold("bucket", 2 * 2 * min(self.buckets.reduce, self._trained_numel()))
+
+    def _gather(self, block: int, step: int) -> None:
+        """The unit that runs and the one after it are whole; all others are let go."""
+        fsdp1 = self.run.spread.engine == "fsdp1"
+        ahead = not fsdp1 or (step < 0 and not (self.run.reentrant and self.run.checkpointing != "none"))
+        wanted = {f"gather {b}" for b in (block, block + step * ahead) if 0 <= b < self.depth} | {"gather -1"}
+        for held in [h for h in self.open if h.startswith("gather") and h not in wanted]:
+            self._release(held)
+        for name in sorted(wanted - {"gather -1"}):
+            self._hold(name, self.block_bytes.get(int(name.split(" ")[1]), 0))
+
+    def _hold(self, name: str, n_bytes: int) -> None:
+        if name not in self.open and n_bytes:
+            self.open[name] = self._born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="temporary"))
+
+    def _release(self, name: str) -> None:
+        index = self.open.pop(name, None)
+        if index is not None:
+            self._died(index)
+
+    def _copy(self, name: str, events: list[tuple[int, int]]) -> None:
+        whole: list[int] = []
+        if name in ("idle", "optimizer"):
+            while self.kept:
+                self._died(self.kept.pop())
+        for entry, sign in events:
+            old = self.old.entries[entry]
+            if sign > 0:
+                self.at[entry] = self._born(replace(old, n_bytes=self._size(old)))
+                if old.owner == "gradient" and self.stage >= 2:
+                    whole.append(entry)
+            elif entry in self.at:
+                self._let_go(name, old, self.at.pop(entry))
+        self._reduce(whole)
+
+    def _let_go(self, name: str, old: Entry, index: int) -> None:
+        """Free it, unless a hook on the input of a frozen unit keeps it, and its gradient, to the end of backward."""
+        run = self.run
+        hooked = run.spread.engine == "fsdp1" and run.method == "lora" and run.reentrant and run.checkpointing == "full"
+        born = self.old.sections[old.section]
+        if hooked and name.startswith("backward") and born.startswith("forward") and born[-1].isdigit():
+            self.kept += [index, self._born(replace(old, owner="temporary"))]
+        else:
+            self._died(index)
+
+    def _reduce(self, whole: list[int]) -> None:
+        """Whole gradients of the section become shards."""
+        for entry in whole:
+            old = self.old.entries[entry]
+            shard = replace(old, n_bytes=round(old.n_bytes * self.stored[0]) // self.ranks)
+            made = self._born(shard)
+            if entry in self.at:
+                self._died(self.at[entry])
+                self.at[entry] = made
+            else:
+                self._died(made)
+
+    def _size(self, old: Entry) -> int:
+        if old.owner == "parameter" and self.stage == 3:
+            return -(-round(old.n_bytes * self._held(old)) // self.ranks)
+        return old.n_bytes
+
+    def _held(self, old: Entry) -> float:
+        """A trained parameter's stored bytes over its computed ones; frozen ones are held as they are computed."""
+        return self.stored[0] if self.run.method == "full" or "lora" in str(old.shape) else 1.0
+
+    def _update(self, events: list[tuple[int, int]]) -> None:
+        """States once, the update's temporaries, then what the old update let go of."""
+        numel = self._trained_numel() / (self.ranks if self.stage >= 1 else 1)
+        engine, bits = self.run.spread.engine, self.run.optimizer_bits
+        if "states" not in self.open and not self.run.optimizer_on_host:
+            each = bits / 8 if bits in (4, 8, 32) else _BYTES[self.run.compute_dtype]
+            master = 4 if engine == "deepspeed" else 0
+            moments = 1 if self.run.optimizer in ("lion", "muon") else 0 if self.run.optimizer == "sgd" else 2
+            n_bytes = round(numel * (master + moments * each * (not self.run.paged)))
+            if n_bytes:
+                self.open["states"] = self._born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="optimizer_state"))
+        for n_bytes in self._temporaries(numel):
+            self._died(self._born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="temporary")))
+        for entry, sign in events:
+            if sign < 0 and entry in self.at:
+                self._died(self.at.pop(entry))
+        self._release("bucket") if engine == "deepspeed" else None
+
+    def _temporaries(self, numel: float) -> Iterator[int]:
+        if self.run.spread.engine == "deepspeed":
+            if not self.run.optimizer_on_host:
+                yield round(4 * min(numel, self.buckets.group))  # the gradient in fp32
+            if self.stage in (1, 2):
+                yield 2 * min(self.buckets.gather, self._trained_numel())
+        elif self.run.foreach and self.run.optimizer_bits in (16, 32) and self.run.optimizer.startswith("adam"):
+            yield round(numel * _BYTES[self.run.trained_dtype])
+
+    def _born(self, entry: Entry) -> int:
+        index = len(self.new.entries)
+        entry.section, entry.born = len(self.new.sections) - 1, len(self.new.events)
+        entry.died = entry.died_section = -1
+        self.new.entries.append(entry)
+        self.new.events.append((index, 1))
+        return index
+
+    def _died(self, index: int) -> None:
+        entry = self.new.entries[index]
+        entry.died, entry.died_section = len(self.new.events), len(self.new.sections) - 1
+        self.new.events.append((index, -1))
