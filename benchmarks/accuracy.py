@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,16 @@ def predict(record: Mapping[str, Any], ask: Any) -> dict[str, Any]:
     return line
 
 
+def predict_all(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with Simulator() as simulator:
+        ask = Asked(simulator)
+        lines = []
+        for record in records:
+            lines.append(predict(record, ask))
+            print(".", end="", file=sys.stderr, flush=True)
+        return lines
+
+
 class Asked:
     """Answers of a simulator, each question once; runs that differ in words only are one."""
 
@@ -92,16 +103,15 @@ def main() -> None:
     parser.add_argument("--cases", type=Path, default=CASES)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     records = [json.loads(line) for line in options.cases.read_text().splitlines() if line.strip()]
     records = [r for r in records if options.only in f"{r['id']} {r['group']} {r['grade']}"]
-    started, lines = time.perf_counter(), []
-    with Simulator() as simulator:
-        ask = Asked(simulator)
-        for i, record in enumerate(records):
-            lines.append(predict(record, ask))
-            print(f"\r{i + 1}/{len(records)}", end="", file=sys.stderr)
-    print(file=sys.stderr)
+    started = time.perf_counter()
+    shares = [records[i :: options.jobs] for i in range(options.jobs)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = {line["id"]: line for lines in pool.map(predict_all, shares) for line in lines}
+    lines = [found[record["id"]] for record in records]
     if options.out:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summarise(records, lines)

@@ -19,12 +19,13 @@ QUANTISED = {"nf4": "nf4", "fp4": "nf4", "nf4-double-quant": "nf4_double", "int8
 INSIDE = ("fms-gran", "fms-moe", "qwen", "swift-lora", "swift-full", "lf-", "peft-docs", "hf4bit", "hf-", "llmem", "phil",
           "lowrank", "lomo", "ds-", "oom-alpaca", "oom-cookbook")  # fmt: skip
 APART = ("fms-ref",)
+DROPOUTS = {"litgpt": 0.05, "torchtune": 0.0, "peft-docs": 0.1}  # lit-gpt's finetune/lora.py and its config_hub
 UNEXPRESSED = ("adalora", "c3a", "fourierft", "gralora", "lily", "loha", "oft", "prefix_tuning", "prompt_tuning",
                "p_tuning", "pvera", "randlora", "tinylora", "unilora", "waveft", "lisa", "llamapro", "apollo-mini",
                "galore", "q-galore", "badam", "lomo", "component", "glora")  # fmt: skip
 FUSED_C_ATTN = {"c_attn": ("q_proj", "k_proj", "v_proj"), "query_key_value": ("q_proj", "k_proj", "v_proj"),
                 "W_pack": ("q_proj", "k_proj", "v_proj"), "w1": ("up_proj",), "w2": ("gate_proj",),
-                "c_proj": ("o_proj", "down_proj")}  # fmt: skip
+                "c_proj": ("o_proj", "down_proj"), "mlp_all": ("gate_proj", "up_proj", "down_proj")}  # fmt: skip
 
 
 class Refused(Exception):
@@ -40,16 +41,19 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         raise Refused(f"an {record['arch']} is not a causal language model")
     notes: list[str] = []
     full = method in ("full", "badam")
+    tables = record["group"] == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
+    adapter = method in ("adapter", "adapter_v2")
     settings: dict[str, Any] = {
-        "tool": TOOLS.get(record["group"], "transformers"), "model": record["model"],
-        "method": "full" if full else "lora",
+        "tool": "lit_gpt" if tables else TOOLS.get(record["group"], "transformers"), "model": record["model"],
+        "method": method if adapter else "full" if full else "lora", "longest_first": tables,
         "micro_batch_size": _assumed(record, "micro_batch", 1, notes) // _dp_of_batch(record),
         "max_length": _assumed(record, "seq_len", 512, notes) // max(_degrees(record).get("cp", 1), 1),
-        "accumulation": record["grad_accum"] or 1, "packed": bool(record["packing"]),
+        "accumulation": record["grad_accum"] or 1,
+        "packed": bool(record["packing"]) or record["group"] in ("torchtune", "torchtitan"),
         **_numbers(record, full), **_optimizer(record), **_graph(record),
         "spread": _spread(record), "clipped": True,
     }  # fmt: skip
-    if not full:
+    if not full and not adapter:
         settings |= _adapters(record, config)
     return ForeignRun(**settings, notes=tuple(notes))
 
@@ -108,7 +112,7 @@ def _optimizer(record: Record) -> dict[str, Any]:
     in_backward = "in backward" in _text(record) or "fused into backward" in _text(record)
     return {
         "optimizer": "muon" if "muon" in name else "sgd" if name == "sgd" else "adamw",
-        "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name,
+        "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name and record["group"] != "torchtune",
         "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name,
         "optimizer_on_host": name == "cpu_adam" or "cpu" in (record["offload"] or "") and "zero" in record["offload"],
         "parameters_on_host": (record["offload"] or "") in ("fsdp-cpu", "zero3-cpu"),
@@ -138,7 +142,7 @@ def _adapters(record: Record, config: Mapping[str, Any]) -> dict[str, Any]:
     dropout = re.search(r"dropout (0?\.\d+)", _text(record))
     whole = ("lm_head", "embed_tokens") if "embedding and output layer are trained" in _text(record) else ()
     return {
-        "rank": record["lora_rank"] or 8, "targets": names, "lora_dropout": float(dropout[1]) if dropout else 0.0,
+        "rank": record["lora_rank"] or 8, "targets": names, "lora_dropout": float(dropout[1]) if dropout else DROPOUTS.get(record["group"], 0.0),
         "dora": record["method"] == "dora", "trained_modules": whole,
     }  # fmt: skip
 

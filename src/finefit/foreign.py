@@ -37,12 +37,14 @@ class ForeignRun:
     """llamafactory, axolotl, trl, torchtune, transformers, litgpt, torchtitan, swift, unsloth …"""
     model: str
     """As it is written there: a hub id, a folder, a builder's name."""
-    method: Literal["full", "lora"]
+    method: Literal["full", "lora", "adapter", "adapter_v2"]
     micro_batch_size: int
     """Rows of one forward on one device."""
     max_length: int
     """Tokens of a row, padding counted."""
     accumulation: int = 1
+    longest_first: bool = False
+    """The longest row comes in the first micro-step, before there are gradients and states; all others are shorter."""
     packed: bool = False
     """Rows are full and no attention mask with a zero in it is passed."""
 

@@ -8,14 +8,15 @@ from .stream import Entry, Stream
 
 def placed(stream: Stream, run: ForeignRun) -> Stream:
     """The stream without what the run keeps on the host: saved activations between their uses, shards, states."""
-    if not (run.activations_on_host or run.parameters_on_host or run.optimizer_on_host):
+    on_host = run.activations_on_host and run.tool != "torchtune"  # there the model code itself moves them
+    if not (on_host or run.parameters_on_host or run.optimizer_on_host):
         return stream
     away: set[int] = set()
     for i, entry in enumerate(stream.entries):
         held = stream.component(entry)
         if held == "optimizer_state" and run.optimizer_on_host or held == "parameter" and run.parameters_on_host:
             away.add(i)
-    moved = _waiting(stream) if run.activations_on_host else {}
+    moved = _waiting(stream) if on_host else {}
     out = Stream(sections=[], section_start=[])
     at: dict[int, int] = {}
     for number, (name, events) in enumerate(stream.by_section()):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TextIO
 
 import torch
@@ -21,43 +22,97 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import replay, smallest_capacity
+from .build import Optimizing, rewritten
+from .build import optimizer_of as own_optimizer
 from .foreign import ForeignRun, Spread
+from .layout import Micro
 from .ledger import Ledger
+from .models import fill_empty
+from .nn.attend import standing_for
 from .placement import placed
+from .run import MicroBatch
 from .sharding import Buckets, computed_as, of_rank
 from .stacks import builder_of
 from .stacks.attention import cuda_kernels
 from .stacks.base import Stepped
 from .stacks.optimizers import optimizer_of
+from .stacks.transformers import shallow_config
 from .stacks.workspaces import CUDA
 from .stream import Pattern, Stream, pattern_of, unrolled
+from .techniques import Accumulation, Checkpointing, Technique
+from .trace import run_step
 
 MICRO_STEPS = 2
+_UNADAPTED = 3  # LLaMA-Adapter leaves the first two blocks as they are, and the third has no neighbour alike
 STEADY = "steady"
 
 
 def step_stream(config: Mapping[str, Any], run: ForeignRun, whole: bool = False) -> Stream:
     """The allocations of one steady optimizer step of ``run`` on one device, before anything is sharded."""
-    depth, pattern = layers_of(config)
+    depth, pattern = layers_of(config, run.method.startswith("adapter"))
     shallow = depth if whole else pattern.shallow(depth)
     ledger = Ledger(CUDA)
     with fake_world(run.attention if run.attention != "sdpa" else None):
         stepped = builder_of(run.tool)(config, run, shallow)
         step(stepped, run, ledger, torch.device("cpu"))
-    return ledger if shallow == depth else unrolled(ledger, pattern, depth)
+    return _deep(ledger, pattern, shallow, depth) or step_stream(config, run, whole=True)
 
 
-def layers_of(config: Mapping[str, Any]) -> tuple[int, Pattern]:
+def _deep(ledger: Ledger, pattern: Pattern, shallow: int, depth: int) -> Stream | None:
+    """The stream of the whole depth; None where the blocks turn out not to repeat, and the whole must be stepped."""
+    if shallow == depth:
+        return ledger
+    try:
+        return unrolled(ledger, pattern, depth)
+    except KeyError:
+        return None
+
+
+def plan_stream(
+    config: Mapping[str, Any], techniques: Sequence[Technique], micro: Micro, kind: str = "cpu", whole: bool = False
+) -> Stream:
+    """The allocations of one step of finefit's own run: the real techniques on the real model.
+
+    ``kind``: cpu or cuda, the device it stands for. Where only some blocks are checkpointed all are stepped.
+    """
+    from transformers import AutoConfig
+
+    depth, pattern = layers_of(config)
+    some = next((t.blocks for t in techniques if isinstance(t, Checkpointing)), 0)
+    shallow = depth if whole or 0 < some < depth else pattern.shallow(depth)
+    fitted = [replace(t, blocks=min(t.blocks, shallow)) if isinstance(t, Checkpointing) else t for t in techniques]
+    steps = next((t.most_steps for t in techniques if isinstance(t, Accumulation)), 1)
+    made = AutoConfig.for_model(**shallow_config(config, shallow)).get_text_config()
+    ledger = Ledger(CUDA if kind == "cuda" else None)
+    with standing_for(kind):
+        run = rewritten(made, fitted, torch.device("cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fill_empty(run.model, run.device)
+            run.optimizer = own_optimizer(run, Optimizing())
+            run_step(run, packed_batch(micro), ledger, min(steps, MICRO_STEPS))
+    return _deep(ledger, pattern, shallow, depth) or plan_stream(config, techniques, micro, kind, whole=True)
+
+
+def packed_batch(micro: Micro) -> MicroBatch:
+    """A packed row of that many tokens in as few sequences of that length as make them up."""
+    bounds = (*range(0, micro.tokens, micro.longest), micro.tokens)
+    zeros, index = torch.zeros(1, micro.tokens, dtype=torch.long), torch.zeros(micro.labelled, dtype=torch.long)
+    return MicroBatch(zeros, zeros.clone(), bounds, index, index.clone(), micro.tokens)
+
+
+def layers_of(config: Mapping[str, Any], adapted: bool = False) -> tuple[int, Pattern]:
     """Depth and how its blocks repeat, from the config's own words."""
     names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     depth = int(next(config[name] for name in names if name in config))
-    kinds = ["" for _ in range(depth)]
+    kinds = ["plain" if adapted and i < _UNADAPTED else "" for i in range(depth)]
     types = config.get("layer_types") or []
     dense = config.get("first_k_dense_replace", 0) or 0
-    window = config.get("sliding_window_pattern") or (2 if config.get("model_type") == "gemma2" else 0)
+    turned = config.get("no_rope_layer_interval") or (4 if config.get("model_type") == "smollm3" else 0)
+    window = config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(str(config.get("model_type")), 0)
     for i in range(depth):
         kinds[i] = str(types[i]) if i < len(types) else "sliding" if window and (i + 1) % window else ""
         kinds[i] += " dense" if i < dense else ""
+        kinds[i] += " unturned" if turned and (i + 1) % turned == 0 else ""
     return depth, pattern_of(kinds)
 
 
@@ -96,7 +151,7 @@ def step(stepped: Stepped, run: ForeignRun, ledger: Ledger, device: torch.device
     batch = [torch.zeros(run.micro_batch_size, run.max_length, dtype=torch.int64, device=device) for _ in range(2)]
     _own(stepped, batch, ledger)
     with ledger, watched(stepped.blocks, ledger):
-        one_step(stepped, run, optimizer, batch, ledger)
+        one_step(stepped, replace(run, accumulation=1), optimizer, batch, ledger)
         held = (t for one in optimizer for state in one.state.values() for t in state.values())
         ledger.own((t for t in held if isinstance(t, Tensor)), "optimizer_state")
         ledger.mark(STEADY)
@@ -181,9 +236,12 @@ def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, w
     """All readings of one rank's run, as JSON values."""
     start = time.perf_counter()
     spread = run.spread
+    whole = whole or run.tool == "torchtune" and run.activations_on_host  # its streams move copies across blocks
     stream = step_stream(part_of(config, spread), computed_as(run), whole)
     stream = placed(of_rank(stream, run, buckets_of(config)), run)
-    moments = stream.moments(STEADY)
+    if run.longest_first:
+        stream = stream.until("optimizer")
+    moments = stream.moments("start" if run.longest_first else STEADY)
     workspaces = [(-1 - i, workspace_bytes) for i in range(2 * (workspace_bytes > 0))]  # of two threads
     events = [*workspaces, *stream.allocations()]
     classic = replay(events)

@@ -73,6 +73,14 @@ class Stream:
                 tops[moment], best[moment] = total, {name: n for name, n in live.items() if n}
         return best
 
+    def until(self, section: str) -> "Stream":
+        """What is before the first section of that name; what is alive there stays so."""
+        at = self.sections.index(section)
+        end = self.section_start[at]
+        known = {i for i, _ in self.events[:end]}
+        entries = [replace(e, died=-1, died_section=-1) if e.died >= end else e for e in self.entries[: max(known) + 1]]
+        return Stream(entries, self.events[:end], self.sections[:at], self.section_start[:at])
+
     def allocations(self) -> list[tuple[int, int]]:
         """(entry, bytes), negative where it goes: what ``allocator.replay`` takes."""
         return [(i, sign * self.entries[i].n_bytes) for i, sign in self.events if self.entries[i].n_bytes]
@@ -183,9 +191,8 @@ class _Unroller:
         old = self.old.entries[entry]
         index = len(self.new.entries)
         self.at[key] = index
-        self.new.entries.append(
-            replace(old, section=len(self.new.sections) - 1, born=len(self.new.events), died=-1, died_section=-1)
-        )
+        section, here = len(self.new.sections) - 1, len(self.new.events)
+        self.new.entries.append(Entry(old.n_bytes, section, here, old.shape, old.itemsize, old.owner))
         self.new.events.append((index, 1))
 
     def _died(self, entry: int, copy: int) -> None:

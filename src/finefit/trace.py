@@ -38,15 +38,14 @@ from .techniques.quantized_base import FORMS
 
 BLOCKS = 3
 TRACED = ("activation", "temporary", "gradient")
-# Sizes to read symbols back from: all distinct, also in the sums and products that occur. W divides every weight and is
-# divided by 16,384, as a chunk of a quantised one is, so that no last chunk has a size of its own.
+# Sizes to read symbols back from: all distinct, also in the sums and products that occur. A chunk of a quantised weight
+# is as large as the smallest weight there, h·k: a multiple of 16,384 that divides the others, so that no last chunk has
+# a size of its own.
 MARKERS = {
     "T": 257, "S": 256, "Q": 128, "L": 62, "C": 31, "h": 960, "n": 15, "m": 3, "d": 768, "f": 6912, "V": 211, "r": 17,
-    "W": 960 * 3 * 768,
 }  # fmt: skip
 OTHERS = {
-    "T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 200, "n": 10, "m": 2, "d": 44, "f": 500, "V": 531, "r": 6,
-    "W": 16_384,
+    "T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 320, "n": 10, "m": 2, "d": 128, "f": 1408, "V": 1531, "r": 6,
 }  # fmt: skip
 # Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three.
 _KINDS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
@@ -63,7 +62,10 @@ class Section:
 
 def derived(sizes: Mapping[str, int]) -> dict[str, int]:
     """All symbols from the independent ones."""
-    return {**sizes, "q": sizes["n"] * sizes["d"], "k": sizes["m"] * sizes["d"], "g": sizes["n"] // sizes["m"]}
+    width = sizes["m"] * sizes["d"]
+    return {
+        **sizes, "q": sizes["n"] * sizes["d"], "k": width, "g": sizes["n"] // sizes["m"], "W": sizes["h"] * width
+    }  # fmt: skip
 
 
 def config_for(family: str, sizes: Mapping[str, int], flags: Mapping[str, Any]) -> Any:
@@ -110,9 +112,12 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
 def own_state(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
     """Name what is there before the step begins."""
     assert run.optimizer is not None
-    ledger.own(run.model.parameters(), "parameter")
+    blocks = [(f"own {i}", block) for i, block in enumerate(blocks_of(run.model))]
+    for name, module in (*blocks, ("own rest", run.model)):
+        ledger.mark(name)
+        ledger.own(module.parameters(), "parameter")
+        ledger.own((t for p in module.parameters() for t in run.optimizer.state[p].values()), "optimizer_state")
     ledger.own((p.grad for p in run.model.parameters()), "gradient")
-    ledger.own((t for state in run.optimizer.state.values() for t in state.values()), "optimizer_state")
     ledger.own((*batch.tensors(), *run.model.buffers()), "input")
 
 
@@ -156,6 +161,11 @@ def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
         found.append(Section(name, _without_empty(now), _undominated(landmarks)))
         found += [Section(apart, _without_empty(parts), []) for apart, parts in late.items()]
     return found
+
+
+def _is_outside(section: str) -> bool:
+    """Before, between and after what a step does."""
+    return section in ("start", "idle", "end") or section.startswith("own ")
 
 
 def _is_late(born: str, died: str) -> bool:
@@ -203,10 +213,7 @@ def graph(family: str, key: str) -> list[dict[str, Any]]:
 
 def _fitting(family: str, sizes: Mapping[str, int]) -> dict[str, int]:
     """Phi-3's head size is hidden size / heads, always: there the query width is the hidden size."""
-    if family != "phi3":
-        return dict(sizes)
-    width = sizes["n"] * sizes["d"]
-    return {**sizes, "h": width, "W": sizes["W"] * width // sizes["h"] if sizes is MARKERS else sizes["W"]}
+    return {**sizes, "h": sizes["n"] * sizes["d"]} if family == "phi3" else dict(sizes)
 
 
 def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
@@ -217,7 +224,7 @@ def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
         seen += section.name == "forward before"
         again = None if section.name in ("optimizer", "end") or section.name.endswith(" end") else seen > 1
         name = section.name
-        if name in ("start", "idle", "end") or not (section.end or section.landmarks):
+        if _is_outside(name) or not (section.end or section.landmarks):
             continue
         if name == "forward after" and out and out[-1]["name"] == "forward after":
             raise AssertionError("two sections after the blocks hold something")
@@ -242,7 +249,7 @@ def check(found: Sequence[Mapping[str, Any]], ledger: Ledger, at: Mapping[str, i
         for s in found
         if not s["name"].startswith("late")
     ]
-    kept = [n for n in numbers if n[0] not in ("start", "idle", "end") and (n[1] or n[2])]
+    kept = [n for n in numbers if not _is_outside(n[0]) and (n[1] or n[2])]
     for (name, end, top), (_, read_end, read_top) in zip(kept, read, strict=True):
         # A norm a gradient is counted by the tensor, all others by the byte.
         slack = 0 if name != "optimizer" else 8 * sizes["P"]
@@ -255,11 +262,13 @@ def _of_key(key: str) -> tuple[Any, dict[str, Any]]:
     words = key.split()
     flags: dict[str, Any] = {"tie_word_embeddings": "tied" in words}
     flags |= {flag: True for word, flag in (("bias", "attention_bias"), ("mlp_bias", "mlp_bias")) if word in words}
+    switches = (word.partition("=") for word in words if word[-2:] in ("=0", "=1"))
+    flags |= {name: value == "1" for name, _, value in switches}
     targets = next((tuple(w.removeprefix("targets=").split(",")) for w in words if w.startswith("targets=")), ())
 
     def techniques(sizes: Mapping[str, int]) -> list[Technique]:
         chosen: list[Technique] = [Precision(words[0]), Packing(), Clipping()]  # type: ignore[arg-type]
-        chosen += [QuantizedBase(*form, sizes["W"]) for word, form in FORMS.items() if word in words]
+        chosen += [QuantizedBase(*form, derived(sizes)["W"]) for word, form in FORMS.items() if word in words]
         if "lora" in words:
             chosen.append(Lora(sizes["r"], dropout=0.1 if "dropout" in words else 0.0, targets=targets))
         if "fused_ops" in words:

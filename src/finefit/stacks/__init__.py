@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-_OWN = {"litgpt": "litgpt", "torchtune": "torchtune", "torchtitan": "titan"}
+_OWN = {"litgpt": "litgpt", "lit_gpt": "litgpt", "torchtune": "torchtune", "torchtitan": "titan"}
 
 
 def builder_of(tool: str) -> Callable[..., Any]:
