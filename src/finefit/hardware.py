@@ -1,9 +1,10 @@
-"""HardwareSpec: the devices of one machine: how many, their memory, rates and links.
+"""HardwareSpec: the devices of one or more equal machines: how many, their memory, rates and links.
 
-Names come from the catalogue (`catalog/gpus.json`) or are plain amounts of memory ("24GiB"). `of_this_machine` asks
-the driver through NVML and otherwise describes the CPU: memory from the operating system and its control group, rates
-from the calibration file if there is one, else a guess from core count and instruction sets. Declined here: AMD's and
-Apple's management libraries, MIG slices, and measuring anything: that is calibration's work.
+Names come from the catalogue (`catalog/gpus.json`, `catalog/hosts.json`) or are plain amounts of memory ("24GiB").
+`of_this_machine` asks the driver through NVML and otherwise describes the CPU: memory from the operating system and its
+control group, rates from the calibration file if there is one, else a guess from core count and instruction sets.
+Declined here: AMD's, Intel's and Apple's management libraries, which slice of a GPU this process was given, and
+measuring anything: that is calibration's work.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from .catalog import CatalogGpu, find_gpu, gpu_names
+from .catalog import CatalogGpu, CatalogHost, find_gpu, find_host, gpu_names
 from .errors import ConfigError, EngineError, did_you_mean
 from .units import format_bytes, parse_bytes
 
@@ -24,15 +25,16 @@ MIB = 2**20
 CONTEXT_BYTES = 600 * MIB
 # What a driver keeps for itself where nobody has written down what programs see: known cards keep 0.4 to 2 %.
 _DRIVER_SHARE = 0.015
+_MOST_DEVICES = 100_000  # no cluster has more; beyond it is a slip of the hand
 _STAND_IN = "RTX 3090"  # rates of a device of which only the memory is known: a middling card
 # One core's matmul rate. avx512f, amx_bf16: 2,048-cubed products with PyTorch 2.13 on 2 cores of a Sapphire Rapids
 # (295 and 1,866 GFLOP/s together). The others are scaled by vector width from those, not measured.
 _CORE_FLOPS_PER_S = {"avx512f": 147e9, "avx2": 60e9, "none": 20e9, "amx_bf16": 930e9, "amx_fp16": 930e9}
 _CORE_BANDWIDTH_BYTES_PER_S = 12e9  # one core streaming from DDR4/DDR5, a guess
 _SOCKET_BANDWIDTH_BYTES_PER_S = 80e9
-_COUNT_BEFORE = re.compile(r"^\s*(\d+)\s*[x×*]\s*(.+)$", re.IGNORECASE)
-_COUNT_AFTER = re.compile(r"^(.*\d|.+\s)[x×*]\s*(\d+)\s*$", re.IGNORECASE)
-_AMOUNT = re.compile(r"^[0-9.]+\s*([kmgt]i?b?|b)$", re.IGNORECASE)
+_COUNT_BEFORE = re.compile(r"^\s*(\d{1,6})\s*[x×*]\s*(.+)$", re.IGNORECASE)
+_COUNT_AFTER = re.compile(r"^(.*\d|.+\s)[x×*]\s*(\d{1,6})\s*$", re.IGNORECASE)
+_AMOUNT = re.compile(r"^(?:gpu[\s_-]*)?([0-9.]+\s*(?:[kmgt]i?b?|b))$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class HardwareSpec:
 
     name: str
     kind: Literal["cpu", "cuda"]
+    """``cuda`` stands for any accelerator: ROCm's, oneAPI's and Metal's are planned as one."""
     memory_bytes: int
     """As the driver or the operating system reports it."""
     count: int = 1
@@ -52,6 +55,15 @@ class HardwareSpec:
     context_bytes: int = 0
     """Part of the memory that tensors never get: the driver's share and the process's device context."""
     supports_bf16: bool = True
+    supports_fp8: bool = False
+    peer_bytes_per_s: float = 0.0
+    """One device to another of its machine, one direction, over a link of their own; 0 where that is the host link."""
+    network_bytes_per_s: float = 0.0
+    """What leaves one machine towards others, one direction; 0 where it is not known."""
+    nodes: int = 1
+    """Machines that the ``count`` devices are spread over evenly."""
+    host_memory_bytes: int = 0
+    """Of one machine; 0 where it is not known."""
 
     def flops_per_s(self, dtype: str) -> float:
         """Dense matmul rate in ``dtype``; float32's where the dtype has no rate of its own."""
@@ -68,14 +80,21 @@ class HardwareSpec:
 
     @classmethod
     def from_name(cls, text: str) -> Self:
-        """A catalogued device ("RTX 4090", "rtx4090", "2x H100", "H100 x2") or an amount of memory ("24GiB")."""
+        """A catalogued device ("RTX 4090", "2x H100", "A100 1g.10gb"), machine ("2x DGX H100") or amount ("24GiB")."""
         text_of_one, count = _without_count(text)
-        gpu = find_gpu(text_of_one)
-        if gpu is None and count >= 1 and _AMOUNT.match(text_of_one):
-            return cls._of_memory(parse_bytes(text_of_one), count)
-        if gpu is None or count < 1:
-            hint = did_you_mean(text_of_one, gpu_names()) or "say a name (RTX 4090) or an amount of memory (24GiB)"
-            raise ConfigError(f"no device is called '{text}'", hint=hint if count else "a count begins at 1")
+        if not 1 <= count <= _MOST_DEVICES:
+            raise _no_device(text, "a count begins at 1" if count < 1 else f"a count ends at {_MOST_DEVICES:,}")
+        if gpu := find_gpu(text_of_one):
+            return cls._of_gpu(gpu, count)
+        if host := find_host(text_of_one):
+            return cls._of_host(host, count)
+        if amount := _AMOUNT.match(text_of_one):
+            return cls._of_memory(parse_bytes(amount[1]), count)
+        near = did_you_mean(text_of_one, gpu_names())
+        raise _no_device(text, near or "say a name (RTX 4090) or an amount of memory (24GiB)")
+
+    @classmethod
+    def _of_gpu(cls, gpu: CatalogGpu, count: int) -> Self:
         kept = gpu.memory_mib - gpu.visible_mib if gpu.visible_mib else round(gpu.memory_mib * _DRIVER_SHARE)
         return cls(
             name=gpu.name,
@@ -84,6 +103,19 @@ class HardwareSpec:
             count=count,
             context_bytes=kept * MIB + CONTEXT_BYTES,
             **_catalogued_rates(gpu),
+        )
+
+    @classmethod
+    def _of_host(cls, host: CatalogHost, nodes: int) -> Self:
+        gpu = find_gpu(host.gpu)
+        if gpu is None:
+            raise RuntimeError(f"hosts.json names '{host.gpu}', which gpus.json does not have")
+        return dataclasses.replace(
+            cls._of_gpu(gpu, host.count * nodes),
+            name=f"{host.name}, {host.count} x {gpu.name}",
+            network_bytes_per_s=host.network_gb_per_s * 1e9,
+            nodes=nodes,
+            host_memory_bytes=host.host_memory_gib * 2**30,
         )
 
     @classmethod
@@ -101,6 +133,7 @@ class HardwareSpec:
             memory_bytes=first.memory_bytes,
             count=sum(device.name == first.name for device in devices),
             context_bytes=first.reserved_bytes + CONTEXT_BYTES,
+            host_memory_bytes=_host_memory_bytes(),
             **rates,
         )
 
@@ -123,13 +156,19 @@ class HardwareSpec:
             "link_bytes_per_s": bandwidth,
             "supports_bf16": bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
         }
-        name = f"CPU, {cores} cores"
-        return cls(name=name, kind="cpu", memory_bytes=_host_memory_bytes(), **{**guessed, **_calibrated("cpu")})
+        memory = _host_memory_bytes()
+        rates = {**guessed, **_calibrated("cpu")}
+        return cls(f"CPU, {cores} cores", "cpu", memory_bytes=memory, host_memory_bytes=memory, **rates)
+
+
+def _no_device(text: str, hint: str) -> ConfigError:
+    shown = text if len(text) < 80 else f"{text[:77]}…"
+    return ConfigError(f"no device is called '{shown}'", hint=hint)
 
 
 def _without_count(text: str) -> tuple[str, int]:
     """``2x H100`` and ``H100 x2`` -> (``H100``, 2); a name that is catalogued as it stands has no count in it."""
-    if find_gpu(text):
+    if find_gpu(text) or find_host(text):
         return text, 1
     if before := _COUNT_BEFORE.match(text):
         return before[2].strip(), int(before[1])
@@ -150,6 +189,8 @@ def _catalogued_rates(gpu: CatalogGpu) -> dict[str, Any]:
         "bandwidth_bytes_per_s": gpu.bandwidth_gb_per_s * 1e9,
         "link_bytes_per_s": gpu.link_gb_per_s * 1e9,
         "supports_bf16": gpu.supports_bf16,
+        "supports_fp8": gpu.supports_fp8,
+        "peer_bytes_per_s": gpu.peer_gb_per_s * 1e9,
     }
 
 

@@ -4,7 +4,7 @@ Techniques rewrite it on paper; ``predict.footprint`` is its only reader of byte
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 from .spec import ModelSpec, Parameter, Role
 
@@ -20,7 +20,7 @@ class ParamGroup:
     count: int
     bits: int
     trainable: bool
-    role: Role
+    role: Role | Literal["scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,10 @@ class Layout:
     """Rows of the vocabulary head computed at once; 0 when all logits exist together."""
     micro_steps: int = 1
     """Micro-batches of one optimizer step: from the second on, gradients are there already."""
+    dequantised: int = 0
+    """Elements of a quantised weight that are brought back at once."""
+    in_flight: int = 0
+    """Bytes beside the parameters while a weight is loaded that is not kept as it is stored."""
     state_tensors: int = 2
     """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
 
@@ -56,13 +60,8 @@ class Layout:
 
 def layout_of(model: ModelSpec, micro: Micro) -> Layout:
     """The plain fp32 full fine-tuning of ``model``: everything trains, nothing is saved on."""
-    depth = model.num_hidden_layers
-    if model.extra:
-        groups = tuple(_group("", p, 1) for p in model.extra)
-    else:
-        blocks = tuple(_group("block.", p, depth) for p in model.block_parameters())
-        groups = (*blocks, *(_group("", p, 1) for p in model.outer_parameters()))
-    return Layout(model, groups, micro)
+    blocks = (_group("block.", p, count) for p, count in model.block_tensors())
+    return Layout(model, (*blocks, *(_group("", p, 1) for p in model.outer_parameters())), micro)
 
 
 def _group(prefix: str, parameter: Parameter, count: int) -> ParamGroup:

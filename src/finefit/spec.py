@@ -1,30 +1,37 @@
 """Frozen facts: the model's shape (ModelSpec), the devices (HardwareSpec), the wished training (JobSpec).
 
-Shapes follow transformers' modelling code (names of parameters and their order within a block), read from a
-config.json alone; when the folder also has safetensors files their headers are compared and win. Declined here:
-mixtures of experts, encoder-decoders, the vision part of multimodal models, and all that needs torch or the weights.
+Names, shapes and order of parameters are those of transformers' modelling code, by the templates of
+`catalog/structures.json`, from a config.json alone; when the folder also has safetensors files their headers are
+compared and win. Declined here: encoder-decoders, the vision part of multimodal models, and all that needs torch or the
+weights.
 
 Symbols of shapes, used by every formula of the project (`ModelSpec.symbols()`):
 h hidden size, q query width (heads x head_dim), k key/value width, f MLP width, n heads, m key/value heads, d head_dim,
-V vocabulary.
+V vocabulary; of a mixture of experts also E experts, K experts per token, w width of an expert, s width of the shared
+experts together.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from .catalog import folders
+from .catalog import folders, structures
 from .catalog.configs import fields_of_config
 from .catalog.resolve import locate_model
 from .hardware import HardwareSpec
 
-__all__ = ["HardwareSpec", "JobSpec", "ModelSpec", "Parameter", "Role", "resolve_model"]
+__all__ = ["BlockKind", "HardwareSpec", "JobSpec", "ModelSpec", "Parameter", "Role", "resolve_model"]
 
-Role = Literal["linear", "norm", "bias", "embedding", "head"]
-BLOCK_PREFIX = "model.layers."
+Role = Literal["linear", "norm", "bias", "embedding", "head", "expert", "matrix"]
+"""linear: the weight of an ``nn.Linear``; expert: a stack with one slice an expert; matrix: any other, as a router's."""
+_BLOCK = re.compile(r"(.*?\.)(\d+)\.(.+)")
+_MIXTURE = ("num_experts", "experts_per_token", "moe_intermediate_size", "shared_intermediate_size", "dense_layers",
+            "options")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,19 @@ class Parameter:
     def short_name(self) -> str:
         """The module's own name: ``q_proj`` of ``self_attn.q_proj.weight``."""
         return self.name.split(".")[-2]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """Decoder blocks with the same tensors: where they are, and the tensors, named relative to a block."""
+
+    name: str
+    layers: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +88,26 @@ class ModelSpec:
     logit_softcap: float | None = None
     notes: tuple[str, ...] = ()
     extra: tuple[Parameter, ...] = ()
-    """Every parameter as the safetensors headers have it, filled only where that differs from the config's shape."""
+    """Every parameter, where the family's template does not give them: as the safetensors headers have them, or as
+    transformers builds a family without a template."""
+    num_experts: int = 0
+    """Experts of a block that a router chooses among; 0 in a dense model."""
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    """MLP width of one expert."""
+    shared_intermediate_size: int = 0
+    """MLP width of the experts that every token passes, together."""
+    dense_layers: tuple[int, ...] = ()
+    """Blocks without experts in a model that has them."""
+    options: tuple[tuple[str, int], ...] = ()
+    """Other keys of the config that the family's template names, as (key, value) pairs."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> Self:
         """Read a transformers config.json (a nested ``text_config`` too); ModelError names what is missing."""
-        return cls(name=name, **fields_of_config(config, name))
+        fields = fields_of_config(config, name)
+        extra = tuple(Parameter(*row) for row in fields.pop("rows", ()))
+        return cls(name=name, **fields, extra=extra)
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Self:
@@ -97,66 +131,91 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Elements of all distinct tensors; a tied head counts once."""
-        if self.extra:
-            return sum(p.numel for p in self.extra)
-        block = sum(p.numel for p in self.block_parameters())
-        return block * self.num_hidden_layers + sum(p.numel for p in self.outer_parameters())
+        blocks = sum(len(kind.layers) * kind.numel for kind in self.block_kinds())
+        return blocks + sum(p.numel for p in self.outer_parameters())
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that one token meets: all but the experts it is not sent to."""
+        stacks = sum(p.numel * count for p, count in self.block_tensors() if p.role == "expert")
+        idle = stacks * (self.num_experts - self.experts_per_token) // self.num_experts if self.num_experts else 0
+        return self.num_parameters - idle
 
     def parameters(self) -> tuple[Parameter, ...]:
         """Every tensor, named and ordered as transformers' ``named_parameters()`` does; a tied head is not repeated."""
         if self.extra:
             return self.extra
-        block, (first, *rest) = self.block_parameters(), self.outer_parameters()
+        shape = _shape_of(self)
+        blocks = {layer: kind.parameters for kind in shape.kinds for layer in kind.layers}
         layers = (
-            Parameter(f"{BLOCK_PREFIX}{i}.{p.name}", p.shape, p.role)
+            Parameter(f"{shape.prefix}{i}.{p.name}", p.shape, p.role)
             for i in range(self.num_hidden_layers)
-            for p in block
+            for p in blocks[i]
         )
-        return (first, *layers, *rest)
+        return (*shape.before, *layers, *shape.after)
 
-    def block_parameters(self) -> tuple[Parameter, ...]:
-        """The tensors of one decoder block, named relative to it (``self_attn.q_proj.weight``)."""
-        if self.extra:
-            return _largest_block(self.extra)
-        return _attention(self) + _mlp(self) + _block_norms(self)
+    def block_kinds(self) -> tuple[BlockKind, ...]:
+        """The kinds of decoder blocks, first seen first: one in a uniform model, dense and moe where both are."""
+        return _shape_of(self).kinds
+
+    def block_parameters(self, layer: int | None = None) -> tuple[Parameter, ...]:
+        """The tensors of one decoder block, named relative to it (``self_attn.q_proj.weight``).
+
+        Without a layer: of the largest kind of block. Planning with that one is never too low.
+        """
+        kinds = self.block_kinds()
+        if layer is None:
+            return max(kinds, key=lambda kind: kind.numel).parameters if kinds else ()
+        return next(kind.parameters for kind in kinds if layer in kind.layers)
+
+    def block_tensors(self) -> tuple[tuple[Parameter, int], ...]:
+        """Every tensor of the blocks, named relative to its block, and in how many blocks it is."""
+        counts: dict[Parameter, int] = {}
+        for kind in self.block_kinds():
+            for p in kind.parameters:
+                counts[p] = counts.get(p, 0) + len(kind.layers)
+        return tuple(counts.items())
 
     def outer_parameters(self) -> tuple[Parameter, ...]:
         """The tensors outside the blocks: embedding, final norm, and the head unless it is tied."""
-        if self.extra:
-            return tuple(p for p in self.extra if not p.name.startswith(BLOCK_PREFIX))
-        table = (self.vocab_size, self.hidden_size)
-        outer = (
-            Parameter("model.embed_tokens.weight", table, "embedding"),
-            Parameter("model.norm.weight", (self.hidden_size,), "norm"),
-        )
-        return outer if self.tie_word_embeddings else (*outer, Parameter("lm_head.weight", table, "head"))
+        shape = _shape_of(self)
+        return (*shape.before, *shape.after)
 
     def linears(self) -> tuple[Parameter, ...]:
-        """Weights of the block's linear layers: what LoRA may adapt and a quantiser may pack."""
-        return tuple(p for p in self.block_parameters() if p.role == "linear")
+        """Weights of the linear layers of any block: what LoRA may adapt and a quantiser may pack."""
+        return tuple(p for p, _ in self.block_tensors() if p.role == "linear")
 
     def symbols(self) -> dict[str, int]:
         """Values of the legend at the top of this file."""
-        return {
+        symbols = {
             "h": self.hidden_size, "q": self.q_width, "k": self.kv_width, "f": self.intermediate_size,
             "n": self.num_attention_heads, "m": self.num_key_value_heads, "d": self.head_dim, "V": self.vocab_size,
         }  # fmt: skip
+        if self.num_experts:
+            symbols |= {
+                "E": self.num_experts, "K": self.experts_per_token, "w": self.moe_intermediate_size,
+                "s": self.shared_intermediate_size,
+            }  # fmt: skip
+        return symbols
 
     def with_note(self, note: str) -> Self:
         return dataclasses.replace(self, notes=(*self.notes, note))
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values; `from_json` reads it back equal."""
-        return dataclasses.asdict(self)
+        """A dict of JSON values; `from_json` reads it back equal. What only mixtures have is left out of others."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value or key not in _MIXTURE}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         extra = tuple(Parameter(p["name"], tuple(p["shape"]), p["role"]) for p in data.get("extra", ()))
-        return cls(**{**data, "notes": tuple(data.get("notes", ())), "extra": extra})
+        tuples = {key: tuple(data.get(key, ())) for key in ("notes", "dense_layers")}
+        options = tuple((key, value) for key, value in data.get("options", ()))
+        return cls(**{**data, **tuples, "options": options, "extra": extra})
 
     def _compared_with(self, headers: folders.Headers) -> Self:
         """Believe the headers: a difference in shape becomes a note and fills ``extra``."""
-        stored, left_out = folders.text_part(headers)
+        expected = {p.name: p.shape for p in self.parameters()}
+        stored, left_out = folders.text_part(headers, expected, self.num_hidden_layers)
         if self.tie_word_embeddings:
             stored.pop("lm_head.weight", None)  # some checkpoints repeat the tied table
         dtypes = sorted({dtype for _, dtype in stored.values()})
@@ -166,13 +225,12 @@ class ModelSpec:
             notes.append(f"{left_out} tensors outside the text model are left out")
         if len(dtypes) > 1:
             notes.append(f"tensors are stored in several types: {', '.join(dtypes)}")
-        expected = {p.name: p.shape for p in self.parameters()}
         found = {name: shape for name, (shape, _) in stored.items()}
-        extra: tuple[Parameter, ...] = ()
+        extra = self.extra
         if found.items() < expected.items():
             notes.append(f"the files lack {len(expected) - len(found)} of {len(expected)} tensors: are they all there?")
-        elif found != expected:
-            notes.append(_difference(expected, found))
+        elif found != expected and folders.block_sizes(found) != folders.block_sizes(expected):
+            notes.append(folders.difference(expected, found))
             extra = tuple(Parameter(name, shape, _role_of(name, shape)) for name, shape in found.items())
         return dataclasses.replace(spec, notes=tuple(notes), extra=extra)
 
@@ -181,7 +239,7 @@ class ModelSpec:
 class JobSpec:
     """The training the user wishes for. What the planner may not change is in ``pins``, as (key, value) pairs."""
 
-    method: Literal["full", "lora", "auto"] = "lora"
+    method: Literal["full", "lora", "qlora", "auto"] = "lora"
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
@@ -222,53 +280,62 @@ def resolve_model(text: str) -> ModelSpec:
     return ModelSpec.from_config(folders.read_config(found), folders.repository_name(found.parent))
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> tuple[Parameter, ...]:
-    """Weight (out x in) and, if it has one, bias of a linear layer."""
-    weight = Parameter(f"{name}.weight", (rows, columns), "linear")
-    return (weight, Parameter(f"{name}.bias", (rows,), "bias")) if bias else (weight,)
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """All tensors of a model, with those of equal blocks once."""
+
+    prefix: str
+    before: tuple[Parameter, ...]
+    kinds: tuple[BlockKind, ...]
+    after: tuple[Parameter, ...]
 
 
-def _attention(spec: ModelSpec) -> tuple[Parameter, ...]:
-    h, q, k, bias = spec.hidden_size, spec.q_width, spec.kv_width, spec.attention_bias
-    if spec.family == "phi3":
-        return _linear("self_attn.o_proj", h, q, False) + _linear("self_attn.qkv_proj", q + 2 * k, h, False)
-    # Qwen2 alone has biases on q, k, v and none on o
-    o_bias = bias and spec.family != "qwen2"
-    projections = (
-        *_linear("self_attn.q_proj", q, h, bias),
-        *_linear("self_attn.k_proj", k, h, bias),
-        *_linear("self_attn.v_proj", k, h, bias),
-        *_linear("self_attn.o_proj", h, q, o_bias),
+@functools.lru_cache(maxsize=32)
+def _shape_of(spec: ModelSpec) -> _Shape:
+    if spec.extra:
+        return _shape_of_list(spec.extra)
+    family = spec.family if structures.entry_of(spec.family) else "llama"
+    fields = {key: int(getattr(spec, key)) for key in structures.FIELDS}
+    symbols = {symbol: fields[key] for symbol, key in structures.SYMBOLS.items()}
+    values = {**fields, **symbols, "q": spec.q_width, "k": spec.kv_width, **dict(spec.options)}
+    filled = structures.filled(family, tuple(values.items()))
+    layers = {"dense": tuple(range(spec.num_hidden_layers))}
+    if "moe" in filled.kinds:
+        sparse = tuple(i for i in range(spec.num_hidden_layers) if i not in spec.dense_layers)
+        layers = {"dense": spec.dense_layers, "moe": sparse}
+    kinds = [BlockKind(kind, layers[kind], _parameters(rows)) for kind, rows in filled.kinds.items() if layers[kind]]
+    return _Shape(
+        filled.prefix,
+        _parameters(filled.before),
+        tuple(sorted(kinds, key=lambda kind: kind.layers)),
+        _parameters(filled.after),
     )
-    if spec.family not in ("qwen3", "gemma3_text"):
-        return projections
-    norms = (Parameter(f"self_attn.{part}_norm.weight", (spec.head_dim,), "norm") for part in "qk")
-    return (*projections, *norms)
 
 
-def _mlp(spec: ModelSpec) -> tuple[Parameter, ...]:
-    h, f, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-    down = _linear("mlp.down_proj", h, f, bias)
-    if spec.family == "phi3":
-        return _linear("mlp.gate_up_proj", 2 * f, h, bias) + down
-    return _linear("mlp.gate_proj", f, h, bias) + _linear("mlp.up_proj", f, h, bias) + down
+def _parameters(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[Parameter, ...]:
+    return tuple(Parameter(*row) for row in rows)  # type: ignore[arg-type]  # roles are those of the file's script
 
 
-def _block_norms(spec: ModelSpec) -> tuple[Parameter, ...]:
-    names = ["input_layernorm", "post_attention_layernorm"]
-    if spec.family in ("gemma2", "gemma3_text"):
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    return tuple(Parameter(f"{name}.weight", (spec.hidden_size,), "norm") for name in names)
-
-
-def _largest_block(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-    """Blocks may differ (first layers of some models); planning with the largest one is never too low."""
-    blocks: dict[str, list[Parameter]] = {}
+def _shape_of_list(parameters: tuple[Parameter, ...]) -> _Shape:
+    """Blocks by the first number in a name; those with the same tensors are of one kind."""
+    outer: list[Parameter] = []
+    blocks: dict[int, list[Parameter]] = {}
+    prefix = ""
     for p in parameters:
-        if p.name.startswith(BLOCK_PREFIX):
-            index, _, rest = p.name.removeprefix(BLOCK_PREFIX).partition(".")
-            blocks.setdefault(index, []).append(Parameter(rest, p.shape, p.role))
-    return tuple(max(blocks.values(), key=lambda block: sum(p.numel for p in block), default=[]))
+        if match := _BLOCK.match(p.name):
+            prefix = match[1]
+            blocks.setdefault(int(match[2]), []).append(Parameter(match[3], p.shape, p.role))
+        else:
+            outer.append(p)
+    kinds: dict[tuple[Parameter, ...], list[int]] = {}
+    for layer, block in sorted(blocks.items()):
+        kinds.setdefault(tuple(block), []).append(layer)
+    named: list[BlockKind] = []
+    for tensors, layers in kinds.items():
+        name = "moe" if any(p.role == "expert" for p in tensors) else "dense"
+        others = sum(kind.name.partition(" ")[0] == name for kind in named)
+        named.append(BlockKind(f"{name} {others + 1}" if others else name, tuple(layers), tensors))
+    return _Shape(prefix, tuple(outer), tuple(named), ())
 
 
 def _role_of(name: str, shape: tuple[int, ...]) -> Role:
@@ -279,15 +346,6 @@ def _role_of(name: str, shape: tuple[int, ...]) -> Role:
         return "embedding"
     if name.endswith(".bias"):
         return "bias"
-    return "linear" if len(shape) >= 2 else "norm"
-
-
-def _difference(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
-    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    seen, said = _shape_text(found.get(names[0])), _shape_text(expected.get(names[0]))
-    example = f"{names[0]}: {seen} in the files, {said} by the config"
-    return f"{len(names)} tensors differ from config.json, such as {example}; the files are believed"
-
-
-def _shape_text(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else "x".join(map(str, shape)) or "scalar"
+    if len(shape) > 2:
+        return "expert"
+    return "linear" if len(shape) == 2 else "norm"

@@ -35,12 +35,61 @@ def test_hardware_by_memory():
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100-80GB", "A100 80GB"), ("A100 80GB", "A100 80GB"), ("RTX4090-24GB", "RTX 4090"), ("H100-96GB", "H100 NVL"),
+        ("H100-80GB", "H100 SXM"), ("L40S-48GB", "L40S"), ("A6000-48GB", "RTX A6000"), ("V100-16GB", "V100 16GB"),
+        ("V100 32GB", "V100 32GB"), ("T4-16GB", "T4"), ("A10G-24GB", "A10G"), ("4090 24GB", "RTX 4090"),
+        ("B200-192GB", "B200"), ("A100 1g.10gb", "A100 80GB 1g.10gb"), ("A100-40GB MIG 1g.10gb", "A100 40GB 1g.10gb"),
+        ("A100 1g.5gb", "A100 40GB 1g.5gb"), ("H100 MIG 3g.40gb", "H100 SXM 3g.40gb"), ("M2 Max 96GB", "M2 Max 96GB"),
+        ("A800", "A800 80GB"), ("H800", "H800"), ("H20", "H20"), ("GH200", "GH200 96GB"), ("RTX 5090", "RTX 5090"),
+        ("RTX PRO 6000", "RTX PRO 6000 Blackwell"), ("L4", "L4"), ("DGX H100", "DGX H100, 8 x H100 SXM"),
+    ],
+)  # fmt: skip
+def test_names_that_people_use(text, name):
+    assert name == HardwareSpec.from_name(text).name
+
+
+def test_a_label_that_does_not_fit_is_no_name():
+    for text in ("A100-64GB", "H100-8GB", "RTX 4090 48GB", "M4 Max 36GB", "H100-10GB"):
+        with pytest.raises(ConfigError):
+            HardwareSpec.from_name(text)
+
+
+def test_a_slice_has_a_share_of_its_device_and_no_link_to_others():
+    whole, part = HardwareSpec.from_name("H100"), HardwareSpec.from_name("H100 MIG 3g.40gb")
+    assert part.memory_bytes == round(39.5 * 2**30)
+    assert part.flops_per_s("bfloat16") == pytest.approx(whole.flops_per_s("bfloat16") * 60 / 132, rel=1e-3)
+    assert part.bandwidth_bytes_per_s == pytest.approx(whole.bandwidth_bytes_per_s / 2, rel=1e-3)
+    assert (whole.peer_bytes_per_s, part.peer_bytes_per_s, part.supports_fp8) == (450e9, 0.0, True)
+
+
+def test_apples_memory_is_what_metal_gives_a_gpu():
+    sizes = {text: HardwareSpec.from_name(text).memory_bytes / 2**30 for text in ("M1 16GB", "M2 Max 96GB")}
+    assert sizes == {"M1 16GB": pytest.approx(16 * 2 / 3, abs=0.01), "M2 Max 96GB": 72}
+
+
+def test_machines_have_devices_memory_and_a_network():
+    spec = HardwareSpec.from_name("2x p4d.24xlarge")
+    assert (spec.name, spec.count, spec.nodes) == ("p4d.24xlarge, 8 x A100 40GB", 16, 2)
+    assert (spec.host_memory_bytes, spec.network_bytes_per_s, spec.peer_bytes_per_s) == (1152 * 2**30, 50e9, 300e9)
+    assert spec == HardwareSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    alone = HardwareSpec.from_name("A100 40GB")
+    assert (alone.nodes, alone.host_memory_bytes, alone.network_bytes_per_s) == (1, 0, 0.0)
+
+
+@pytest.mark.parametrize(
     ("text", "hint"),
     [
         ("RTX 4900", "did you mean 'RTX 4090'?"),
         ("2x H1000", "did you mean 'H100'?"),
         ("quux", "say a name (RTX 4090) or an amount of memory (24GiB)"),
         ("0x H100", "a count begins at 1"),
+        ("0x DGX H100", "a count begins at 1"),
+        ("0x 24GiB", "a count begins at 1"),
+        ("200000x H100", "a count ends at 100,000"),
+        ("1" * 5000 + "x H100", "say a name (RTX 4090) or an amount of memory (24GiB)"),
+        ("", "say a name (RTX 4090) or an amount of memory (24GiB)"),
         ("1MiB", "a device context alone takes 600 MiB"),
     ],
 )
@@ -48,6 +97,7 @@ def test_unknown_hardware_gets_a_suggestion(text, hint):
     with pytest.raises(ConfigError) as caught:
         HardwareSpec.from_name(text)
     assert hint == caught.value.hint
+    assert len(caught.value.message) < 120
 
 
 def test_this_machine_without_a_gpu_is_its_cpu(monkeypatch, tmp_path):
@@ -58,7 +108,7 @@ def test_this_machine_without_a_gpu_is_its_cpu(monkeypatch, tmp_path):
     spec = HardwareSpec.of_this_machine()
     assert (spec.kind, spec.name, spec.context_bytes, spec.supports_bf16) == ("cpu", "CPU, 2 cores", 0, True)
     assert (spec.flops_per_s("float32"), spec.flops_per_s("bfloat16")) == (294e9, 1860e9)
-    assert spec.memory_bytes > 2**28
+    assert spec.memory_bytes > 2**28 and spec.host_memory_bytes == spec.memory_bytes
 
 
 def test_calibration_replaces_the_guess_and_a_broken_one_is_told(monkeypatch, tmp_path):

@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from finefit.catalog import derived
 from finefit.errors import ModelError
 from finefit.spec import HardwareSpec, JobSpec, ModelSpec, Parameter, resolve_model
 
 TINY = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 32, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+MIXTURE = {
+    **TINY, "model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 4, "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 2, "v_head_dim": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 4, "first_k_dense_replace": 1,
 }  # fmt: skip
 
 
@@ -36,9 +42,9 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def test_import_brings_no_torch_and_reads_no_data_file():
     code = (
-        "import sys, finefit.spec, finefit.catalog as c; "
+        "import sys, finefit.spec, finefit.catalog.data as data; "
         "print([m for m in ('torch', 'pydantic', 'psutil', 'pynvml', 'huggingface_hub') if m in sys.modules], "
-        "c._read.cache_info().misses)"
+        "data.read_data.cache_info().misses)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[] 0\n"
@@ -79,8 +85,9 @@ def test_an_untied_head_is_listed_and_counted():
 
 
 def test_json_both_ways():
-    spec = ModelSpec.from_config({**TINY, "model_type": "other"}, "tiny")
-    assert spec == ModelSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    for config in (TINY, MIXTURE):
+        spec = ModelSpec.from_config(config, "tiny").with_note("a note")
+        assert spec == ModelSpec.from_json(json.loads(json.dumps(spec.to_json())))
     gpu = HardwareSpec.from_name("2x RTX 4090")
     assert gpu == HardwareSpec.from_json(json.loads(json.dumps(gpu.to_json())))
     job = JobSpec(targets=("q_proj",), lengths=(3, 5), pins=(("checkpointing", "10"),))
@@ -117,28 +124,130 @@ def test_sliding_window_as_transformers_reads_it(family, keys, window):
     assert window == ModelSpec.from_config({**TINY, "model_type": family, **keys}, "m").sliding_window
 
 
-def test_an_unknown_family_with_the_same_keys_is_read_as_llama_and_says_so():
+@pytest.fixture
+def without_torch(monkeypatch):
+    monkeypatch.setattr(derived, "_can_build", lambda: False)
+
+
+def test_an_unknown_family_with_the_same_keys_is_read_as_llama_without_torch_and_says_so(without_torch):
     spec = ModelSpec.from_config({**TINY, "model_type": "newcomer", "qkv_bias": True}, "m")
     assert spec.notes == ("family 'newcomer' is not verified: read as llama-shaped",)
     assert (spec.family, spec.attention_bias) == ("newcomer", True)
 
 
+def test_a_family_transformers_does_not_know_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config({**TINY, "model_type": "llamma"}, "m")
+    assert caught.value.message == "transformers does not know the architecture 'llamma'"
+    assert caught.value.hint == "did you mean 'llama'?"
+
+
+def test_a_family_without_a_template_is_built_once_and_kept(tmp_path, monkeypatch):
+    """transformers' own list of tensors is the spec's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = {"model_type": "codegen", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 40, "rotary_dim": 4,
+              "dtype": "float32"}  # fmt: skip
+    spec = ModelSpec.from_config(config, "m")
+    assert (spec.hidden_size, spec.intermediate_size, spec.num_attention_heads, spec.head_dim) == (32, 128, 4, 8)
+    assert [(kind.name, kind.layers) for kind in spec.block_kinds()] == [("dense", (0, 1))]
+    assert spec.parameters()[0] == Parameter("transformer.wte.weight", (40, 32), "embedding")
+    assert Parameter("attn.qkv_proj.weight", (96, 32), "linear") in spec.block_parameters()
+    assert len(spec.notes) == 1 and "is not catalogued: its tensors are those transformers" in spec.notes[0]
+    monkeypatch.setattr("subprocess.run", None)  # the second time comes from the cache
+    assert spec == ModelSpec.from_config(config, "m")
+
+
+def test_a_mixture_without_a_template_has_its_experts(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = {**TINY, "model_type": "qwen3_next", "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 4, "shared_expert_intermediate_size": 4, "linear_num_value_heads": 2,
+              "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+              "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+    spec = ModelSpec.from_config(config, "m")
+    assert [kind.name for kind in spec.block_kinds()] == ["moe", "moe 2"]
+    assert (spec.num_experts, spec.experts_per_token, spec.moe_intermediate_size) == (4, 2, 4)
+    assert spec.num_parameters - spec.active_parameters == 2 * 2 * 3 * 4 * 8
+    assert spec.num_parameters == sum(p.numel for p in spec.parameters())
+    assert spec == ModelSpec.from_json(json.loads(json.dumps(spec.to_json())))
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "gpt2", "n_embd": 768, "vocab_size": 50257}, "lacks hidden_size, intermediate_size"),
+        ({"model_type": "gpt2", "n_embd": 768, "vocab_size": 50257}, "lacks n_layer, n_head"),
+        ({"model_type": "llama", "vocab_size": 1}, "lacks hidden_size, intermediate_size, num_hidden_layers, num_att"),
         ({"hidden_size": 8}, "no model_type"),
+        ({**TINY, "model_type": ["llama"]}, "no model_type"),
         ({**TINY, "hidden_size": "8"}, "hidden_size must be a positive whole number, not '8'"),
+        ({**TINY, "hidden_size": 8.0}, "hidden_size must be a positive whole number, not 8.0"),
+        ({**TINY, "hidden_size": -8}, "hidden_size must be a positive whole number, not -8"),
+        ({**TINY, "hidden_size": True}, "hidden_size must be a positive whole number, not True"),
+        ({**TINY, "vocab_size": float("nan")}, "vocab_size must be a positive whole number, not nan"),
         ({**TINY, "num_attention_heads": 0}, "num_attention_heads must be a positive whole number, not 0"),
-        ({**TINY, "model_type": "qwen3_moe", "num_experts": 128}, "a mixture of experts"),
-        ({**TINY, "model_type": "deepseek_v3", "n_routed_experts": 256}, "a mixture of experts"),
+        ({**TINY, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than any model has"),
+        ({**TINY, "vocab_size": 10**5000}, "vocab_size is about 10^5000, more than any model has"),
+        ({**TINY, "num_attention_heads": 3}, "hidden_size 8 cannot be divided among 3 attention heads"),
+        ({**TINY, "num_key_value_heads": 4}, "2 attention heads cannot share 4 key/value heads"),
+        ({**TINY, "num_attention_heads": 8, "num_key_value_heads": 3}, "8 attention heads cannot share 3 key/value"),
+        ({**TINY, "model_type": "phi", "head_dim": 3}, "2 heads of head_dim 3 contradict hidden_size 8"),
+        ({**TINY, "attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
+        ({**TINY, "tie_word_embeddings": [1]}, "tie_word_embeddings must be true or false, not [1]"),
+        (
+            {**TINY, "model_type": "gemma2", "final_logit_softcapping": "30"},
+            "final_logit_softcapping must be a positive",
+        ),
+        ({**TINY, "model_type": "mistral", "sliding_window": "all"}, "sliding_window must be a whole number from 0 on"),
+        ({**TINY, "text_config": "llama"}, "text_config must be an object"),
+        ({"model_type": "x", "text_config": {"text_config": TINY}}, "text_config must be an object"),
+        ({**MIXTURE, "num_experts_per_tok": 5}, "5 experts a token, but there are 4"),
+        ({**MIXTURE, "n_routed_experts": 0}, "num_experts must be a positive whole number, not 0"),
+        ({**MIXTURE, "first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number from 0 on, not -1"),
+        ({**MIXTURE, "kv_lora_rank": "4"}, "kv_lora_rank must be a whole number from 0 on, not '4'"),
+        ({**TINY, "model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers must be a list of whole numbers"),
+        ({**TINY, "model_type": "dots1"}, "lacks n_routed_experts, num_experts_per_tok"),
     ],
 )
 def test_configs_that_cannot_be_read_name_the_key(config, says):
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config(config, "m")
     assert says in caught.value.message
-    assert caught.value.hint
+    assert caught.value.hint and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({**TINY, "model_type": "newcomer", "n_routed_experts": 8}, "a mixture of experts ('newcomer'"),
+        ({**TINY, "model_type": "newcomer", "state_size": 16}, "a state-space model ('newcomer'"),
+        ({**TINY, "model_type": "stablelm", "qk_layernorm": True}, "only transformers can read this form"),
+        ({"model_type": "newcomer", "d_model": 8}, "lacks hidden_size, intermediate_size"),
+    ],
+)
+def test_what_only_transformers_can_read_says_so_without_torch(without_torch, config, says):
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config(config, "m")
+    assert says in caught.value.message
+
+
+def test_a_mixture_stored_expert_by_expert_is_the_same_model(tmp_path):
+    """Hub files hold each expert apart, and DeepSeek's an extra block for predicting two tokens; loading stacks them."""
+    spec = ModelSpec.from_config(MIXTURE, "m")
+    stored = {p.name: p.shape for p in spec.parameters() if p.role != "expert"}
+    for i in range(4):
+        for part, shape in (("gate_proj", (4, 8)), ("up_proj", (4, 8)), ("down_proj", (8, 4))):
+            stored[f"model.layers.1.mlp.experts.{i}.{part}.weight"] = shape
+    stored |= {"model.layers.1.mlp.gate.e_score_correction_bias": (4,), "model.layers.2.eh_proj.weight": (8, 16)}
+    read = ModelSpec.from_folder(folder_with(tmp_path / "m", MIXTURE, stored))
+    assert read.notes == ("1 tensors outside the text model are left out",)
+    assert spec.parameters() == read.parameters()
+
+
+def test_files_without_the_base_models_prefix_are_the_same_model(tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 12, "dtype": "bfloat16"}
+    spec = ModelSpec.from_config(config, "m")
+    stored = {name.removeprefix("transformer."): shape for name, shape in shapes(spec).items()}
+    assert spec == ModelSpec.from_folder(folder_with(tmp_path / "m", config, {**stored, "h.0.attn.bias": (1, 1, 4, 4)}))
 
 
 def test_headers_equal_to_the_config_leave_no_note(tmp_path):
@@ -195,6 +304,9 @@ def test_a_quantised_checkpoint_keeps_the_shapes_of_the_config(tmp_path):
         ("", "the file is empty", "config.json"),
         ('{"a": 1,\n "b": }', "invalid JSON at line 2", "config.json:2:7"),
         ("[1]", "not a JSON object", "config.json"),
+        ("null", "not a JSON object", "config.json"),
+        ("[" * 100_000, "JSON that cannot be read", "config.json"),
+        ('{"a": ' + "1" * 5000 + "}", "JSON that cannot be read", "config.json"),
     ],
 )
 def test_a_broken_config_is_told_with_its_place(tmp_path, text, says, where):
@@ -204,6 +316,22 @@ def test_a_broken_config_is_told_with_its_place(tmp_path, text, says, where):
         resolve_model(str(tmp_path))
     assert says in caught.value.message
     assert caught.value.where.endswith(where)
+
+
+def test_a_huge_config_is_refused_unread(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    with file.open("wb") as handle:
+        handle.truncate(10 * 10**9)
+    monkeypatch.setattr(Path, "read_text", None)
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(file))
+    assert (caught.value.message, caught.value.where) == ("too large to read: 9.31 GiB", str(file))
+
+
+def test_a_config_that_is_no_file_is_told(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match="not a file"):
+        resolve_model(str(tmp_path))
 
 
 def test_a_cut_safetensors_file_is_told(tmp_path):

@@ -1,18 +1,22 @@
-"""Data files about models and devices, read on first use: `models.json`, `gpus.json`.
+"""Data files about models and devices, read on first use: `models.json` here, `gpus.json` and `hosts.json` in `devices`,
+families' tensors in `structures`.
 
-Returns plain facts; `spec` and `hardware` make specs of them. Spelling is forgiving (case, spaces, hyphens, "NVIDIA
-GeForce", "Tesla", "Generation"), meaning is not: another organisation's copy of a model is not assumed to be the same.
+Returns plain facts; `spec` and `hardware` make specs of them. Spelling is forgiving (case, spaces, hyphens), meaning is
+not: another organisation's copy of a model is not assumed to be the same.
 """
 
 import functools
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-_VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|radeon|generation|gpu)\b|\((r|tm)\)")
+from .data import plain_name, read_data
+from .devices import CatalogGpu, CatalogHost, find_gpu, find_host, gpu_names, gpus, hosts, whole_gpus
+
+__all__ = [
+    "CatalogGpu", "CatalogHost", "CatalogModel", "find_gpu", "find_host", "find_model", "gpu_names", "gpus", "hosts",
+    "main_models", "model_names", "models", "plain_name", "whole_gpus",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,64 +30,28 @@ class CatalogModel:
     """Exact count of the text model, where published."""
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogGpu:
-    """One device; units as in `gpus.json`. ``visible_mib`` is None where only the driver's number is known."""
-
-    name: str
-    memory_mib: int
-    fp32_tflops: float
-    fp16_tflops: float
-    bf16_tflops: float
-    bandwidth_gb_per_s: float
-    link_gb_per_s: float
-    supports_bf16: bool
-    aliases: tuple[str, ...] = ()
-    visible_mib: int | None = None
-    note: str = ""
-
-
 def find_model(text: str) -> CatalogModel | None:
     """The catalogued model of a name, an alias or a hub id, or None."""
     return _model_index().get(plain_name(text))
 
 
-def find_gpu(text: str) -> CatalogGpu | None:
-    """The catalogued device of a name as people write it or as its driver says it, or None."""
-    return _gpu_index().get(_plain_gpu(text))
-
-
 @functools.cache
 def models() -> tuple[CatalogModel, ...]:
     """One entry for every catalogued hub id, the main one of each model first."""
-    return tuple(variant for entry in _read("models.json")["models"].values() for variant in _variants(entry))
+    return tuple(variant for entry in read_data("models.json")["models"].values() for variant in _variants(entry))
 
 
-@functools.cache
-def gpus() -> tuple[CatalogGpu, ...]:
-    return tuple(CatalogGpu(**{**entry, "aliases": tuple(entry["aliases"])}) for entry in _read("gpus.json")["gpus"])
+def main_models() -> tuple[tuple[str, CatalogModel, tuple[str, ...]], ...]:
+    """Every model once: its short name, its main entry, and the other names it answers to."""
+    return tuple(
+        (name, _variants(entry)[0], (entry["hub_id"], *entry["variants"], *entry["aliases"]))
+        for name, entry in read_data("models.json")["models"].items()
+    )
 
 
 def model_names() -> tuple[str, ...]:
     """Spellings to suggest: short names and hub ids."""
-    return (*_read("models.json")["models"], *(m.name for m in models()), *(_tail(m.name) for m in models()))
-
-
-def gpu_names() -> tuple[str, ...]:
-    """Spellings to suggest: names and aliases, and the number alone ("4090")."""
-    names = tuple(name for gpu in gpus() for name in (gpu.name, *gpu.aliases))
-    return names + tuple(_without_series(name) for name in names)
-
-
-def plain_name(text: str) -> str:
-    """A model's spelling without case, spaces, hyphens and underscores."""
-    return re.sub(r"[\s_-]+", "", text.lower())
-
-
-@functools.cache
-def _read(file_name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((Path(__file__).parent / file_name).read_text("utf-8"))
-    return data
+    return (*read_data("models.json")["models"], *(m.name for m in models()), *(_tail(m.name) for m in models()))
 
 
 def _variants(entry: Mapping[str, Any]) -> list[CatalogModel]:
@@ -99,27 +67,10 @@ def _model_index() -> dict[str, CatalogModel]:
     for model in models():
         index.setdefault(plain_name(_tail(model.name)), model)
     by_hub_id = {model.name: model for model in models()}
-    for name, entry in _read("models.json")["models"].items():
+    for name, entry in read_data("models.json")["models"].items():
         for alias in (name, *entry["aliases"]):
             index.setdefault(plain_name(alias), by_hub_id[entry["hub_id"]])
     return index
-
-
-@functools.cache
-def _gpu_index() -> dict[str, CatalogGpu]:
-    index = {_plain_gpu(gpu.name): gpu for gpu in gpus()}
-    for gpu in gpus():
-        for alias in (*gpu.aliases, *map(_without_series, (gpu.name, *gpu.aliases))):
-            index.setdefault(_plain_gpu(alias), gpu)
-    return index
-
-
-def _plain_gpu(text: str) -> str:
-    return plain_name(_VENDOR_WORDS.sub(" ", text.lower()))
-
-
-def _without_series(name: str) -> str:
-    return re.sub(r"^(GTX|RTX) ", "", name)
 
 
 def _tail(hub_id: str) -> str:

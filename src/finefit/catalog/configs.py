@@ -1,116 +1,244 @@
-"""transformers' config.json -> the fields of a ModelSpec, for families whose shapes tests compare with transformers'.
+"""transformers' config.json -> the fields of a ModelSpec: other spellings, defaults of the classes, contradictions.
 
-Follows transformers 5's configuration classes: a key left out of config.json has its class's default there, so those
-defaults that matter for shapes are repeated here. Another family that has the same keys is read as llama-shaped, with
-a note. Declined: mixtures of experts and state-space models, whose blocks have other tensors than these.
+A key left out of config.json has its class's default in transformers; those that matter are in `structures.json`. A
+family that the file does not have is built by transformers in a subprocess (`derived`); where torch is not installed it
+is read as llama-shaped, with a note. Numbers that cannot be are refused here, each with one message.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ModelError
+from . import derived, structures
 
-# Defaults of transformers' configuration classes (5.24), only where hub configs leave the key out or it is seldom said.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"attention_bias": True},
-    "qwen3": {"head_dim": 128},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "gemma2": {
-        "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
-        "tie_word_embeddings": True, "sliding_window": 4096, "max_position_embeddings": 131_072,
-    },
-    "phi3": {},
-    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
-}  # fmt: skip
-FAMILIES = tuple(DEFAULTS)
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_LARGEST = {"num_hidden_layers": 2_000, "max_position_embeddings": 10**10}
+_LARGEST_SIZE = 10**8  # no dimension of any model comes near; beyond it is a slip or a joke
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Keys that say which blocks have experts, and the least they may be.
+_LAYER_RULES = {
+    "first_k_dense_replace": 0, "decoder_sparse_step": 1, "moe_layer_interval": 1, "moe_layer_start_index": 0,
+    "moe_layer_end_index": -1,
+}  # fmt: skip
 _OTHER_BLOCKS = {
     "num_experts": "a mixture of experts", "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts", "moe_intermediate_size": "a mixture of experts",
     "state_size": "a state-space model", "ssm_cfg": "a state-space model", "mamba_d_state": "a state-space model",
     "kv_lora_rank": "a model with latent attention",
 }  # fmt: skip
-# qkv_bias and use_bias: how other families (Qwen 1, StableLM, InternLM) say attention_bias
+# qkv_bias, use_bias, bias: how other families (Qwen 1, StableLM, InternLM) say attention_bias
 _BIAS_KEYS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
+_ALWAYS_BIASED = ("qwen2",)  # on q, k and v, without a key that says so
+_SOFT = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_BUILT_EXPERTS = {
+    "num_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
+    "moe_intermediate_size": "moe_intermediate_size",
+}  # fmt: skip
+_MEND = "mend the config.json"
+_INSTALL = "pip install 'finefit[train]'"
 
 
 def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Keyword arguments of ModelSpec, without its name. ModelError names every missing or unusable key at once."""
-    text = _text_part(config)
-    family = str(text.get("model_type", ""))
-    if not family:
+    """Keyword arguments of ModelSpec, without its name; ``rows`` where the family has no template.
+
+    ModelError names every missing key at once, else the first unusable or contradictory one.
+    """
+    text = _text_part(config, name)
+    family = text.get("model_type")
+    if not isinstance(family, str) or not family:
         raise ModelError(f"{name}: the config has no model_type", hint="is this a transformers config.json?")
-    _decline_other_blocks(text, name, family)
-    values = {**DEFAULTS.get(family, {}), **{key: value for key, value in text.items() if value is not None}}
-    _explicit_none(values, text)
-    whole = _whole_numbers(values, name, family)
-    heads = whole["num_attention_heads"]
-    return {
-        **whole,
+    entry, built = structures.entry_of(family), {}
+    if not _is_covered(entry, text):
+        built, entry = _built(text, family, name), {}
+        text = {**text, **built["config"]}
+    values = _values(text, entry, name, is_nested=config.get("text_config") is not None)
+    sizes = _sizes(values, entry, name)
+    fields = {
+        **sizes,
+        **_heads(values, entry, sizes, name),
+        **(_experts(values, entry, sizes, name) or built.get("experts", {})),
         "family": family,
-        "num_key_value_heads": _count(values, "num_key_value_heads", heads, name),
-        "head_dim": _count(values, "head_dim", whole["hidden_size"] // heads, name),
-        "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "attention_bias": any(bool(values.get(key)) for key in _BIAS_KEYS),
-        "mlp_bias": bool(values.get("mlp_bias", False)),
-        "max_position_embeddings": _count(values, "max_position_embeddings", 4096, name),
+        "tie_word_embeddings": _flag(values, "tie_word_embeddings", name),
+        "attention_bias": _attention_bias(values, entry, family, name),
+        "mlp_bias": _flag(values, "mlp_bias", name),
+        "max_position_embeddings": _count(values, "max_position_embeddings", name, 4096),
         "dtype": _dtype(text, config),
-        "sliding_window": _sliding_window(values, family),
-        "attention_softcap": values.get("attn_logit_softcapping"),
-        "logit_softcap": values.get("final_logit_softcapping"),
-        "notes": _notes(config, text, family),
+        "sliding_window": _sliding_window(values, family, name),
+        "attention_softcap": _softcap(values, "attn_logit_softcapping", name),
+        "logit_softcap": _softcap(values, "final_logit_softcapping", name),
+        "options": _options(values, family, name) if entry else (),
+        "notes": _notes(config, text, built.get("source", "")),
     }
+    return {**fields, "rows": built["rows"]} if built.get("rows") else fields
 
 
-def _text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+def _text_part(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The language model's own keys: a multimodal config nests them and keeps dtype and tying outside."""
     nested = config.get("text_config")
-    if not isinstance(nested, Mapping):
+    if nested is None:
         return dict(config)
+    if not isinstance(nested, Mapping) or nested.get("text_config") is not None:
+        raise ModelError(f"{name}: text_config must be an object with the language model's keys", hint=_MEND)
     outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
     text = {**outer, **nested}
     text.setdefault("model_type", f"{config.get('model_type', '')}_text")
     return text
 
 
-def _decline_other_blocks(text: Mapping[str, Any], name: str, family: str) -> None:
+def _is_covered(entry: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether the family has a template that holds for this config: some hold for one value of a key only."""
+    for key, (wanted,) in entry.get("only", {}).items():
+        if text.get(key) is not None and text[key] != (text.get(wanted) if isinstance(wanted, str) else wanted):
+            return False
+    return bool(entry)
+
+
+def _built(text: Mapping[str, Any], family: str, name: str) -> dict[str, Any]:
+    """Rows and sizes as transformers builds this config; without torch no rows: it is read as llama-shaped."""
+    for key in _LAYER_KEYS:
+        if key in text:
+            _count(text, key, name)
+    found = derived.built(text, name)
+    if found:
+        sizes: dict[str, Any] = dict(found["config"])
+        sizes.setdefault("intermediate_size", 4 * sizes.get("hidden_size", 1))
+        sizes.setdefault("head_dim", max(1, sizes.get("hidden_size", 1) // sizes.get("num_attention_heads", 1)))
+        rows = tuple((row[0], tuple(row[1]), row[2]) for row in found["rows"])
+        experts = {key: sizes.get(said, 0) for key, said in _BUILT_EXPERTS.items()}
+        source = (
+            f"family '{family}' is not catalogued: its tensors are those transformers {found['transformers']} builds"
+        )
+        return {"source": source, "config": sizes, "rows": rows, "experts": experts if all(experts.values()) else {}}
     for key, kind in _OTHER_BLOCKS.items():
-        value = text.get(key)
-        if value and value != 1:
-            raise ModelError(
-                f"{name} is {kind} ('{family}', {key}: {value}), which cannot be planned yet",
-                hint=f"dense decoders of these families can: {', '.join(FAMILIES)}",
-            )
+        if text.get(key) not in (None, False, 0, 1):
+            message = f"{name} is {kind} ('{family}', {key}: {_shown(text[key])}), which only transformers can read"
+            raise ModelError(message, hint=_INSTALL)
+    if structures.entry_of(family):
+        raise ModelError(f"{name}: only transformers can read this form of a '{family}' config", hint=_INSTALL)
+    source = f"family '{family}' is not verified: read as llama-shaped"
+    return {"source": source, "config": {}, "rows": (), "experts": {}}
 
 
-def _explicit_none(values: dict[str, Any], text: Mapping[str, Any]) -> None:
-    """A null in the file switches a default off (Mistral v0.3 has ``"sliding_window": null``)."""
-    for key in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
-        if key in text and text[key] is None:
+def _values(text: Mapping[str, Any], entry: Mapping[str, Any], name: str, *, is_nested: bool) -> dict[str, Any]:
+    """Keys under ModelSpec's names, with the class's defaults; a nested config leaves out sizes that are the default."""
+    defaults = {**(entry.get("sizes", {}) if is_nested else {}), **entry.get("defaults", {})}
+    values = {**defaults, **{key: value for key, value in text.items() if value is not None}}
+    for field, spellings in entry.get("keys", {}).items():
+        said = [text[key] for key in spellings if text.get(key) is not None] or [defaults.get(field)]
+        values[field] = said[0]
+        if values[field] is None:
+            del values[field]
+    for key, value in text.items():
+        # a null switches off what is on by default: Mistral v0.3 has "sliding_window": null
+        if value is None and (key in _SOFT or key == "q_lora_rank"):
             values.pop(key, None)
+    if values.get("intermediate_size") == "4*h" and "hidden_size" in values:
+        values["intermediate_size"] = 4 * _count(values, "hidden_size", name)
+    return values
 
 
-def _whole_numbers(values: Mapping[str, Any], name: str, family: str) -> dict[str, int]:
+def _sizes(values: Mapping[str, Any], entry: Mapping[str, Any], name: str) -> dict[str, int]:
+    """The sizes every model has."""
     missing = [key for key in _NEEDED if key not in values]
     if missing:
-        known = "" if family in FAMILIES else f"; the family '{family}' is not one finefit knows"
-        raise ModelError(
-            f"{name}: the config lacks {', '.join(missing)}{known}",
-            hint=f"families whose shapes are verified: {', '.join(FAMILIES)}",
-        )
-    return {key: _count(values, key, 0, name) for key in _NEEDED}
+        keys = ", ".join(entry.get("keys", {}).get(key, [key])[0] for key in missing)
+        known = "" if entry else ", and its family is not one finefit knows"
+        hint = _MEND if entry else f"families that are known: {', '.join(structures.families())}"
+        raise ModelError(f"{name}: the config lacks {keys}{known}", hint=hint)
+    return {key: _count(values, key, name) for key in _NEEDED}
 
 
-def _count(values: Mapping[str, Any], key: str, default: int, name: str) -> int:
+def _heads(values: Mapping[str, Any], entry: Mapping[str, Any], sizes: Mapping[str, int], name: str) -> dict[str, int]:
+    """Key/value heads and the width of a head, free of contradictions."""
+    hidden, heads, rule = sizes["hidden_size"], sizes["num_attention_heads"], entry.get("head_dim")
+    if rule == "latent":
+        width = sum(_count(values, key, name) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
+        return {"num_key_value_heads": heads, "head_dim": width}
+    groups = _count(values, "num_key_value_heads", name, heads)
+    if "multi_query" in values and not values.get("new_decoder_architecture"):
+        groups = 1 if _flag(values, "multi_query", name) else heads
+    if groups > heads or heads % groups:
+        message = f"{name}: {heads} attention heads cannot share {groups} key/value heads"
+        raise ModelError(message, hint=f"{_MEND}: num_attention_heads is a multiple of num_key_value_heads")
+    if hidden % heads and (rule == "hidden" or "head_dim" not in values):
+        message = f"{name}: hidden_size {hidden} cannot be divided among {heads} attention heads"
+        raise ModelError(message, hint=_MEND)
+    width = _count(values, "head_dim", name, hidden // heads or 1)
+    if rule == "hidden" and width * heads != hidden:
+        message = f"{name}: {heads} heads of head_dim {width} contradict hidden_size {hidden}"
+        raise ModelError(message, hint=f"{_MEND}: in this family the heads together are as wide as the hidden size")
+    return {"num_key_value_heads": groups, "head_dim": width}
+
+
+def _experts(
+    values: Mapping[str, Any], entry: Mapping[str, Any], sizes: Mapping[str, int], name: str
+) -> dict[str, Any]:
+    """What a mixture of experts has besides; nothing for a dense model."""
+    if "moe" not in entry:
+        return {}
+    missing = [key for key in ("num_experts", "experts_per_token") if key not in values]
+    if missing:
+        keys = ", ".join(entry["keys"].get(key, [key])[0] for key in missing)
+        raise ModelError(f"{name}: the config lacks {keys}", hint=_MEND)
+    experts, per_token = (_count(values, key, name) for key in ("num_experts", "experts_per_token"))
+    if per_token > experts:
+        raise ModelError(f"{name}: {per_token} experts a token, but there are {experts}", hint=_MEND)
+    width = _count(values, "moe_intermediate_size", name, sizes["intermediate_size"])
+    shared = _count(values, "shared_intermediate_size", name, 0, least=0)
+    for key, least in _LAYER_RULES.items():
+        _count(values, key, name, least, least)
+    only = values.get("mlp_only_layers", [])
+    if not isinstance(only, list) or not all(isinstance(layer, int) for layer in only):
+        raise ModelError(f"{name}: mlp_only_layers must be a list of whole numbers, not {_shown(only)}", hint=_MEND)
+    return {
+        "num_experts": experts,
+        "experts_per_token": per_token,
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": shared * width if entry.get("counted_shared") else shared,
+        "dense_layers": structures.dense_layers(str(entry.get("dense_by")), values, sizes["num_hidden_layers"]),
+    }
+
+
+def _options(values: Mapping[str, Any], family: str, name: str) -> tuple[tuple[str, int], ...]:
+    """The config keys that the family's template names besides ModelSpec's own fields, as numbers."""
+    others = sorted(structures.needed(family) - {*structures.SYMBOLS, *structures.FIELDS, "q", "k"})
+    flags = structures.switches(family)
+    return tuple(
+        (key, int(_flag(values, key, name)) if key in flags else _count(values, key, name, 0, least=0))
+        for key in others
+    )
+
+
+def _count(values: Mapping[str, Any], key: str, name: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number from ``least`` on; ModelError for anything else, and for what no model has."""
     value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ModelError(f"{name}: {key} must be a positive whole number, not {value!r}", hint="mend the config.json")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        kind = "a positive whole number" if least == 1 else f"a whole number from {least} on"
+        raise ModelError(f"{name}: {key} must be {kind}, not {_shown(value)}", hint=_MEND)
+    if value > _LARGEST.get(key, _LARGEST_SIZE):
+        raise ModelError(f"{name}: {key} is {_shown(value)}, more than any model has", hint=_MEND)
     return value
+
+
+def _flag(values: Mapping[str, Any], key: str, name: str) -> bool:
+    value = values.get(key, False)
+    if value not in (True, False):
+        raise ModelError(f"{name}: {key} must be true or false, not {_shown(value)}", hint=_MEND)
+    return bool(value)
+
+
+def _shown(value: Any) -> str:
+    """A value as a message can hold it: a number of a thousand digits would bury what is said about it."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"about {'-' if value < 0 else ''}10^{int(math.log10(abs(value)))}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _attention_bias(values: Mapping[str, Any], entry: Mapping[str, Any], family: str, name: str) -> bool:
+    own = [key for key in _BIAS_KEYS if not entry or key in structures.needed(family)]
+    return family in _ALWAYS_BIASED or any(_flag(values, key, name) for key in own)
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -121,23 +249,34 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return "float32"
 
 
-def _sliding_window(values: Mapping[str, Any], family: str) -> int | None:
+def _sliding_window(values: Mapping[str, Any], family: str, name: str) -> int | None:
     """Tokens a windowed layer sees. Qwen and SmolLM3 name a window without using it unless a switch says so."""
-    if family in ("qwen2", "qwen3", "smollm3") and not values.get("use_sliding_window", False):
+    if "sliding_window" not in values:
         return None
-    window = values.get("sliding_window")
-    return window if isinstance(window, int) else None
+    window = _count(values, "sliding_window", name, least=0) or None
+    switched = family.startswith("qwen") or family == "smollm3"
+    return None if switched and not values.get("use_sliding_window", False) else window
 
 
-def _notes(config: Mapping[str, Any], text: Mapping[str, Any], family: str) -> tuple[str, ...]:
-    notes = []
-    if family not in FAMILIES:
-        notes.append(f"family '{family}' is not verified: read as llama-shaped")
-    if isinstance(config.get("text_config"), Mapping):
+def _softcap(values: Mapping[str, Any], key: str, name: str) -> float | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{name}: {key} must be a positive number, not {_shown(value)}", hint=_MEND)
+    return value
+
+
+def _notes(config: Mapping[str, Any], text: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    notes = [source] if source else []
+    if config.get("text_config") is not None:
         notes.append("multimodal model: only its text part is planned")
-    if text.get("quantization_config"):
-        method = text["quantization_config"].get("quant_method", "an unnamed method")
-        notes.append(f"the checkpoint is quantised already ({method}): shapes come from config.json alone")
+    quantised = text.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        notes.append(
+            f"the checkpoint is quantised already ({method or 'an unnamed method'}): shapes come from config.json alone"
+        )
     if not (text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")):
         notes.append("config.json names no dtype: float32 is assumed")
     return tuple(notes)

@@ -4,12 +4,15 @@ The header format is the safetensors README's: eight bytes of little-endian leng
 """
 
 import json
+import re
 import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
+from ..units import format_bytes
 
 Headers = dict[str, tuple[tuple[int, ...], str]]
 _DTYPES = {
@@ -24,14 +27,20 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-
-
-_TEXT_PARTS = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+# Buffers that older files carry and nothing trains: rotary tables, causal masks, what balances experts.
+_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias)|e_score_correction_bias)$")
+_LAYER = re.compile(r"(.*?\.)(\d+)\.")
+_LARGEST_JSON = 64 * 2**20  # a config has kilobytes, the index of the largest models some megabytes
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json as a dict. ModelError says where: missing, empty, not JSON (with line and column), not an object."""
+    """config.json as a dict. ModelError says where: missing, too large, empty, not JSON (with line and column)."""
     try:
+        if path.exists() and not path.is_file():
+            raise ModelError("not a file", where=str(path), hint="give a model folder or a config.json")
+        if (n_bytes := path.stat().st_size) > _LARGEST_JSON:
+            hint = "a config.json has kilobytes: is this another file?"
+            raise ModelError(f"too large to read: {format_bytes(n_bytes)}", where=str(path), hint=hint)
         text = path.read_text("utf-8")
     except FileNotFoundError as error:
         hint = f"'{path.parent}' has no config.json" if path.parent.is_dir() else f"there is no folder '{path.parent}'"
@@ -45,6 +54,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise ModelError(f"invalid JSON at line {error.lineno}: {error.msg}", where=where, hint="mend it") from error
+    except (RecursionError, ValueError) as error:  # brackets without end, a number of thousands of digits
+        raise ModelError(f"JSON that cannot be read: {error}", where=str(path), hint="mend it") from error
     if not isinstance(config, dict):
         raise ModelError("not a JSON object", where=str(path), hint="a config.json begins with '{'")
     return config
@@ -65,20 +76,51 @@ def read_headers(folder: Path) -> tuple[Headers, str]:
     return {name: value for path in paths for name, value in _header(path).items()}, ""
 
 
-def text_part(headers: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[Headers, int]:
-    """The text model's tensors under the names transformers gives them, and how many others there are."""
-    renamed: Headers = {}
-    for name, value in headers.items():
-        for stored, real in _TEXT_PREFIXES.items():
-            if name.startswith(stored):
-                renamed[real + name.removeprefix(stored)] = value
-                break
-        else:
-            renamed[name] = value
-    # inv_freq: a buffer that Llama 2's files still carry and nothing loads
-    weights = {name: value for name, value in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
-    text = {name: value for name, value in weights.items() if name.startswith(_TEXT_PARTS)}
+def text_part(headers: Headers, expected: Mapping[str, tuple[int, ...]], depth: int) -> tuple[Headers, int]:
+    """The text model's tensors under the names transformers gives them, and how many others there are.
+
+    Others are what multimodal models see and hear with, and blocks past the last (DeepSeek's for predicting two tokens).
+    """
+    renamed = {_real_name(name, expected): value for name, value in headers.items()}
+    weights = {name: value for name, value in renamed.items() if name in expected or not _BUFFERS.search(name)}
+    layers = {match[1] for name in expected if (match := _LAYER.match(name))}
+    parts = {name.rpartition(".")[0] + "." for name in expected if not _LAYER.match(name)} | {"lm_head."}
+    text = {}
+    for name, value in weights.items():
+        match = _LAYER.match(name)
+        if (match[1] in layers and int(match[2]) < depth) if match else name.rpartition(".")[0] + "." in parts:
+            text[name] = value
     return text, len(weights) - len(text)
+
+
+def block_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Elements by block, and outside the blocks (""): equal where loading only renames, splits or stacks tensors."""
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        match = _LAYER.match(name)
+        layer = match[2] if match else ""
+        sizes[layer] = sizes.get(layer, 0) + prod(shape)
+    return sizes
+
+
+def difference(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    seen, said = _shape_text(found.get(names[0])), _shape_text(expected.get(names[0]))
+    example = f"{names[0]}: {seen} in the files, {said} by the config"
+    return f"{len(names)} tensors differ from config.json, such as {example}; the files are believed"
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def _real_name(name: str, expected: Mapping[str, tuple[int, ...]]) -> str:
+    """transformers' name of a stored tensor: multimodal prefixes, and GPT-2's files that leave out ``transformer.``."""
+    for stored, real in _TEXT_PREFIXES.items():
+        if name.startswith(stored):
+            return real + name.removeprefix(stored)
+    base = next(iter(expected), "").partition(".")[0] + "."
+    return base + name if base + name in expected else name
 
 
 def repository_name(folder: Path) -> str:
