@@ -15,7 +15,7 @@ from .build import rewritten
 from .errors import CheckpointError, ModelError
 from .plan import load as load_plan
 from .session import base_of, tokenizer_of
-from .techniques import Lora, Precision
+from .techniques import Lora, Precision, QuantizedBase
 
 
 def loaded(run: Path, base: bool) -> tuple[Any, Any]:
@@ -29,7 +29,8 @@ def loaded(run: Path, base: bool) -> tuple[Any, Any]:
 
     config, plan = load(run / "config.yaml"), load_plan(run / "plan.json")
     folder = base_of(run, config)[0]
-    kept = [t for t in plan.techniques if isinstance(t, Precision) or (isinstance(t, Lora) and not base)]
+    said = (Precision, QuantizedBase) if base else (Precision, QuantizedBase, Lora)  # a base as it was trained on
+    kept = [t for t in plan.techniques if isinstance(t, said)]
     if plan.method == "full" and not base:
         _result(run, adapter.MODEL)
         return _model(run, kept, run), tokenizer_of(folder)

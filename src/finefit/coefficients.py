@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .catalog import structures
 from .errors import EngineError, ModelError, did_you_mean
 from .layout import Layout
 
@@ -26,19 +27,28 @@ def key_of(layout: Layout) -> str:
     """The traced graph's name: what techniques changed in it, and whether the head is the embedding."""
     words = [*layout.graph, *(["tied"] if layout.model.tie_word_embeddings else [])]
     words += [word for word, on in (("bias", layout.model.attention_bias), ("mlp_bias", layout.model.mlp_bias)) if on]
+    switches = structures.switches(layout.model.family) if structures.entry_of(layout.model.family) else ()
+    words += [f"{key}={value}" for key, value in layout.model.options if key in switches]
     return " ".join(words)
 
 
 def sections_for(layout: Layout, checkpointed: str) -> Sections:
     """Sections of the graph with no block (``plain``) or every block (``checkpointed``) checkpointed."""
     family, key = layout.model.family, f"{key_of(layout)} {checkpointed}"
-    for path in (SHIPPED / f"{family}.json", _cache(family)):
-        found = _read(path).get(key)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+    if (found := _shipped(family).get(key)) is not None:
+        return found  # type: ignore[no-any-return]
+    if (found := _read(_cache(family)).get(key)) is not None:
+        return found  # type: ignore[no-any-return]
     derive(family, [key])
     _read.cache_clear()
     return _read(_cache(family))[key]  # type: ignore[no-any-return]
+
+
+def is_traced(layout: Layout) -> bool:
+    """Whether the layout's graph is at hand, plain and checkpointed, without a trace."""
+    family, key = layout.model.family, key_of(layout)
+    both = {f"{key} plain", f"{key} checkpointed"}
+    return both <= _shipped(family).keys() or both <= _shipped(family).keys() | _read(_cache(family)).keys()
 
 
 def derive(family: str, keys: list[str], into: Path | None = None) -> None:
@@ -47,13 +57,17 @@ def derive(family: str, keys: list[str], into: Path | None = None) -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        last = next((line for line in reversed(lines) if not line.startswith("hint: ")), lines[-1])
+        known = sorted(path.stem for path in SHIPPED.glob("*.json"))
         if "Unrecognized model identifier" in last:
-            known = [path.stem for path in SHIPPED.glob("*.json")]
             hint = did_you_mean(family, known) or "update transformers, or pick a model whose model_type it knows"
             raise ModelError(f"transformers does not know the architecture '{family}'", hint=hint)
         hint = "pip install 'finefit[train]' (planning this combination needs one trace of the real model)"
-        raise EngineError(f"the step of a {family} model could not be traced: {last}", hint=hint)
+        if "No module named" not in last:
+            hint = f"these families are traced already: {', '.join(known)}"
+        reason = last.removeprefix("finefit.errors.ModelError: ")
+        raise EngineError(f"the step of a {family} model could not be traced: {reason}", hint=hint)
 
 
 def _cache(family: str) -> Path:
@@ -73,6 +87,11 @@ def _fingerprint() -> str:
     except importlib.metadata.PackageNotFoundError:
         digest.update(b"none")
     return digest.hexdigest()[:12]
+
+
+@functools.cache
+def _shipped(family: str) -> Mapping[str, Any]:
+    return _read(SHIPPED / f"{family}.json")
 
 
 @functools.lru_cache(maxsize=16)

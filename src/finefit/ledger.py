@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from .footprint import COMPONENTS
 from .stream import Entry, Stream
 
-
 Workspace = Callable[[Sequence[Any], Any], int]
 """(arguments, result) of an operator → bytes."""
 

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from .errors import ModelError
 from .nn.attend import attend
+from .nn.blockwise import Tables
+from .nn.quantised_linear import QuantisedWeight
 
 ATTENTION = "finefit"
+_TRAINED = "pick a llama, mistral, qwen, gemma, phi3 or smollm3 model"
 Fill = Callable[[Any, torch.device], None]
 
 
@@ -40,8 +43,23 @@ def on_meta(config: Any) -> Any:
     config._attn_implementation = ATTENTION
     config.use_cache = False
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+        model = AutoModelForCausalLM.from_config(_routed(config), attn_implementation=ATTENTION)
+    scales = {getattr(config, key, None) or 1.0 for key in ("logits_scaling", "logit_scale")}
+    if scales != {1.0} or getattr(model.get_output_embeddings(), "bias", None) is not None:
+        message = f"the logits of this '{config.model_type}' model are scaled or shifted, which the loss cannot do"
+        raise ModelError(message, hint=_TRAINED)
     return model.train()
+
+
+def _routed(config: Any) -> Any:
+    """``config``, of a family whose attention goes through the registry; ModelError where sequences would mix."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    if not kind._supports_attention_backend or config.model_type == "gpt_oss":  # which adds learned sinks to it
+        message = f"the attention of '{config.model_type}' models is their own and cannot be packed yet"
+        raise ModelError(message, hint=_TRAINED)
+    return config
 
 
 def fill_empty(model: Any, device: torch.device) -> None:
@@ -54,7 +72,25 @@ def fill_empty(model: Any, device: torch.device) -> None:
             model._init_weights(module)
     for name, parameter in list(model.named_parameters()):
         assign(model, name, torch.empty_like(parameter, device=device))
+    for module in model.modules():
+        if isinstance(module, Tables):
+            module.reset()
     model.tie_weights()
+
+
+def stored_weights(model: Any) -> dict[str, Tensor | QuantisedWeight]:
+    """What a checkpoint holds of ``model``, by its name there; both kinds take a tensor by ``copy_``."""
+    quantised = {name: m for name, m in model.named_modules() if isinstance(m, QuantisedWeight)}
+    inside = {id(p) for m in quantised.values() for p in m.parameters()}
+    plain = {name: p for name, p in model.named_parameters() if "lora_" not in name and id(p) not in inside}
+    return {**plain, **quantised}
+
+
+def num_parameters(model: Any) -> int:
+    """Elements of weights and adapters; a quantised weight counts as the matrix it stands for."""
+    weights = sum(weight.numel() for weight in stored_weights(model).values())
+    adapters: int = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    return weights + adapters
 
 
 def fill_random(seed: int) -> Fill:
@@ -64,31 +100,30 @@ def fill_random(seed: int) -> Fill:
         fill_empty(model, device)
         generator = torch.Generator(device="cpu").manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in sorted(model.named_parameters()):
-                if "lora_" in name:
-                    continue
-                scale = 1.0 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.1
-                drawn = torch.randn(parameter.shape, generator=generator) * scale
-                parameter.copy_(drawn + (1.0 if parameter.dim() == 1 and "bias" not in name else 0.0))
+            for name, weight in sorted(stored_weights(model).items()):
+                scale = 1.0 / math.sqrt(weight.shape[-1]) if len(weight.shape) > 1 else 0.1
+                drawn = torch.randn(weight.shape, generator=generator) * scale
+                weight.copy_(drawn + (1.0 if len(weight.shape) == 1 and "bias" not in name else 0.0))
 
     return fill
 
 
 def fill_from(folder: Path) -> Fill:
-    """Weights of a model folder, one tensor in flight at a time."""
+    """Weights of a model folder, one tensor in flight at a time; what is to be quantised is so before the next one."""
 
     def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
-        wanted = {name: p for name, p in model.named_parameters() if "lora_" not in name}
+        wanted = stored_weights(model)
         for name, tensor in _stored(folder):
-            parameter = wanted.pop(name, None)
-            if parameter is None:
+            weight = wanted.pop(name, None)
+            if weight is None:
                 continue
-            if parameter.shape != tensor.shape:
-                shapes = f"{tuple(tensor.shape)} in the file, {tuple(parameter.shape)} by config.json"
+            if weight.shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)} in the file, {tuple(weight.shape)} by config.json"
                 raise ModelError(f"{name} is {shapes}", where=str(folder), hint="the files do not belong together")
             with torch.no_grad():
-                parameter.copy_(tensor)
+                weight.copy_(tensor)
+            del tensor  # or it would be there until the next one is
         if wanted:
             some = ", ".join(sorted(wanted)[:3])
             hint = "the download is incomplete, or the files belong to another model"

@@ -16,7 +16,7 @@ from .plan import Plan
 from .predict import footprint
 from .search import judged, rewrite
 from .spec import HardwareSpec, ModelSpec
-from .techniques import Accumulation, Technique
+from .techniques import Accumulation, Technique, Unsuitable
 from .units import format_bytes
 
 AGAIN = "make a plan for this run: finefit plan MODEL DATA … -o FILE"
@@ -46,7 +46,10 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
     techniques: tuple[Technique, ...] = tuple(
         replace(t, most_steps=work.most_steps) if isinstance(t, Accumulation) else t for t in plan.techniques
     )
-    made = judged(model, wish.hardware, techniques, work)
+    try:
+        made = judged(model, wish.hardware, techniques, work)
+    except Unsuitable as error:
+        raise ConfigError(f"the plan cannot be carried out: {error}", hint=AGAIN) from error
     predicted, seconds = made.predicted, made.seconds
     if _weights(predicted) != _weights(plan.predicted):
         sizes = f"{format_bytes(_weights(plan.predicted))} of weights, this one has {format_bytes(_weights(predicted))}"
@@ -58,6 +61,7 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
     return replace(
         plan, techniques=techniques, predicted=predicted, global_batch_size=wish.examples, budget_bytes=limit, seconds_per_step=seconds,
         gradient_accumulation_steps=work.most_steps, tokens_per_s=work.mean_real_tokens / seconds,
+        neighbours=(),  # they were judged for other batches
     )  # fmt: skip
 
 
@@ -108,6 +112,8 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
     if "clipping" in of:
         norm = of["clipping"].max_norm
         found["train", "max_grad_norm"] = 0.0 if norm == float("inf") else norm
+    if "quantized_base" in of:
+        found |= {("qlora", key): getattr(of["quantized_base"], key) for key in ("bits", "scales")}
     if lora is not None:
         found |= {("lora", key): getattr(lora, key) for key in ("rank", "alpha", "dropout")}
         found["lora", "targets"] = lora.targets or "all"

@@ -2,7 +2,7 @@
 
 Symbols: T tokens of the micro-batch, S its longest sequence, Q query rows of an attention block, L labelled tokens,
 C rows of a loss chunk, h hidden, q query width, k key/value width, f MLP width, n heads, m key/value heads, g = n / m,
-d head size, V vocabulary, r adapter rank.
+d head size, V vocabulary, r adapter rank, W elements of a quantised weight brought back at once.
 """
 
 from collections.abc import Mapping

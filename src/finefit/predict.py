@@ -6,13 +6,13 @@ a moment's figure is the highest landmark in it. Torch-free; about a tenth of a 
 Symbols: as in ``poly``.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 
-from .coefficients import Sections, sections_for
+from .coefficients import sections_for
 from .footprint import Footprint
 from .layout import Layout, Micro
-from .poly import value
+from .sections import Section, numbers
 from .spec import HardwareSpec
 
 QUERY_BLOCK = 128  # rows of one attention block: nn.attention.QUERY_BLOCK
@@ -44,6 +44,7 @@ def sizes_of(layout: Layout) -> dict[str, float]:
         "L": micro.labelled,
         "C": min(layout.loss_chunk or micro.labelled, micro.labelled),
         "r": layout.rank,
+        "W": layout.dequantised,
         "P": sum(g.count for g in layout.groups if g.trainable),
     }
 
@@ -51,12 +52,13 @@ def sizes_of(layout: Layout) -> dict[str, float]:
 def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint:
     """Bytes by component at each moment of a steady step's largest micro-batch."""
     fixed = states(layout)
-    walk = _Walk(layout, fixed)
-    for name, kind, times in _itinerary(layout):
+    itinerary = list(_itinerary(layout))
+    walk = _Walk(layout, fixed, itinerary)
+    for name, kind, times in itinerary:
         walk.through(name, kind, times)
     held = {**fixed, "activation": 0, "temporary": 0}
     largest = max((g.numel * g.bits // 8 for g in layout.groups), default=0)
-    walk.best["load"] = {"parameter": fixed["parameter"], "temporary": largest}
+    walk.best["load"] = {"parameter": fixed["parameter"], "temporary": max(largest, layout.in_flight)}
     walk.best["save"] = {c: n for c, n in held.items() if n and c != "gradient"}
     reserved = hardware.context_bytes if hardware else 0
     return Footprint("predicted", walk.best, reserved)
@@ -84,53 +86,54 @@ def _itinerary(layout: Layout) -> Iterator[tuple[str, str, int]]:
     yield "optimizer", outer, 1
 
 
+@functools.cache
+def _place(name: str) -> tuple[str, str]:
+    """The moment of a section, and which block it is: its number, ``before`` for what is before them, else nothing."""
+    first, _, last = name.partition(" ")
+    return _MOMENT[first], last if last.isdigit() or name == "forward before" else ""
+
+
 class _Walk:
     """Live bytes by component while the sections pass, and the highest composition of each moment."""
 
-    def __init__(self, layout: Layout, fixed: Mapping[str, int]) -> None:
-        self.layout, self.sizes = layout, sizes_of(layout)
+    def __init__(self, layout: Layout, fixed: Mapping[str, int], itinerary: Iterable[tuple[str, str, int]]) -> None:
+        self.sizes = sizes_of(layout)
         self.again = layout.micro_steps > 1
         tokens, labelled = layout.micro.tokens, layout.micro.labelled
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}
         if not self.again:
             self.live["gradient"] = 0
         self.best: dict[str, dict[str, int]] = {}
-        self.tables = {kind: self._table(kind) for kind in _kinds(layout)}
+        self.highest: dict[str, int] = {}  # bytes of each of them together
+        kinds = {kind for _, kind, times in itinerary if times}
+        self.tables = {kind: numbers(sections_for(layout, kind), self.again, self.sizes) for kind in kinds}
         self.passed: list[tuple[str, str, int]] = []
-
-    def _table(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Numbers of each section of the variant in use: the first micro-batch's, or a later one's."""
-        sections: Sections = sections_for(self.layout, kind)
-        return {s["name"]: self._numbers(s) for s in sections if s["again"] in (self.again, None)}
-
-    def _numbers(self, section: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "end": {c: value(p, self.sizes) for c, p in section["end"].items()},
-            "landmarks": [{c: value(p, self.sizes) for c, p in mark.items()} for mark in section["landmarks"]],
-        }
 
     def through(self, name: str, kind: str, times: int) -> None:
         if not times:
             return
         section = self.tables[kind].get(name)
-        if name.split(" ")[-1].isdigit() or name == "forward before":
-            self.passed.append((name.split(" ")[-1], kind, times))
+        moment, block = _place(name)
+        if block:
+            self.passed.append((block, kind, times))
         if section is not None:
             # What a block adds is the same each time, so its highest pass is the first or the last.
-            self._look(name, section)
-            self._add(section["end"], times - 1)
-            self._look(name, section)
-            self._add(section["end"], 1)
-        self._free_late(name)
+            self._look(moment, section)
+            if times > 1:
+                self._add(section.end, times - 1)
+                self._look(moment, section)
+            self._add(section.end, 1)
+        if not block:
+            self._free_late(name)
 
-    def _look(self, name: str, section: Mapping[str, Any]) -> None:
-        moment = _MOMENT[name.split(" ")[0]]
-        base = sum(self.live.values())
-        marks: list[dict[str, int]] = section["landmarks"]
-        top: dict[str, int] = max(marks, key=lambda mark: sum(mark.values()), default={})
-        if base + sum(top.values()) > sum(self.best.get(moment, {}).values()):
-            now = {c: self.live.get(c, 0) + top.get(c, 0) for c in {**self.live, **top}}
+    def _look(self, moment: str, section: Section) -> None:
+        total = sum(self.live.values()) + section.top_bytes
+        if total > self.highest.get(moment, 0):
+            now = {**self.live}
+            for component, n_bytes in section.top.items():
+                now[component] = now.get(component, 0) + n_bytes
             self.best[moment] = {c: n for c, n in now.items() if n}
+            self.highest[moment] = total
 
     def _add(self, change: Mapping[str, int], times: int) -> None:
         for component, n_bytes in change.items():
@@ -138,16 +141,10 @@ class _Walk:
 
     def _free_late(self, outer: str) -> None:
         """What blocks, or what is before them, made and an outer section frees: once for each block of each kind."""
-        if outer.split(" ")[-1].isdigit() or outer.startswith("forward before"):
-            return
         for block, kind, times in self.passed:
             late = self.tables[kind].get(f"late {block} {outer}")
             if late is not None:
-                self._add(late["end"], times)
-
-
-def _kinds(layout: Layout) -> set[str]:
-    return {kind for _, kind, times in _itinerary(layout) if times}
+                self._add(late.end, times)
 
 
 def micro_of(lengths: tuple[int, ...], labelled: int) -> Micro:

@@ -19,17 +19,17 @@ from .data.order import InOrder, Order
 from .data.readers import HELD_OUT, Source, open_source
 from .data.tokens import TokenStore, prepare
 from .errors import CheckpointError, ConfigError, DataError, DoesNotFit, EngineError, ModelError
+from .explain import explained
 from .files import hold, write_atomically
 from .hardware import HardwareSpec
 from .obey import Wish, obeyed
 from .plan import Plan
-from .search import Question, search
+from .search import DEFAULT_BUDGET, Question, search
 from .spec import JobSpec, ModelSpec, resolve_model
 from .units import Budget, format_bytes, parse_budget
 
-LEARNING_RATE = {"lora": 2e-4, "full": 2e-5}
+LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 HELD_OUT_SHARE = 20  # one of so many examples is set aside where no held-out data is named
-DEFAULT_BUDGET = "90%"
 BASE = "base.json"  # where the run's model is
 
 
@@ -107,7 +107,7 @@ def job_of(config: Config, data: Data | None) -> JobSpec:
         method=config.method, rank=config.lora.rank, alpha=config.lora.alpha, dropout=config.lora.dropout,
         targets=config.lora.names(), precision=config.memory.precision, global_batch_size=at.global_batch_size,
         max_length=at.max_length, longest=at.max_length, steps=at.steps or 0, seed=config.seed,
-        pins=(*config.memory.pins(), ("max_grad_norm", str(at.max_grad_norm))),
+        pins=(*config.memory.pins(), *config.qlora.pins(), ("max_grad_norm", str(at.max_grad_norm))),
     )  # fmt: skip
     if data is None:
         return job
@@ -118,15 +118,21 @@ def job_of(config: Config, data: Data | None) -> JobSpec:
 
 def budget_of(config: Config, hardware: HardwareSpec) -> Budget:
     text = config.memory.budget
-    return parse_budget(DEFAULT_BUDGET if text == "auto" else text, hardware.memory_bytes)
+    return parse_budget(DEFAULT_BUDGET[hardware.kind] if text == "auto" else text, hardware.memory_bytes)
 
 
 def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: Data | None) -> Plan:
     """The search for this config; without data every example counts as long as allowed."""
-    job = job_of(config, data)
-    length = min(job.max_length, model.max_position_embeddings)
-    batches: Batches = data.batches() if data else Uniform(job.global_batch_size, length)
-    return search(Question(model, hardware, job, batches, budget_of(config, hardware)))
+    job, batches = job_of(config, data), batches_of(config, model, data)
+    question = Question(model, hardware, job, batches, budget_of(config, hardware))
+    return explained(question, search(question))
+
+
+def batches_of(config: Config, model: ModelSpec, data: Data | None) -> Batches:
+    """The run's batches; without data, examples as long as the run and the model allow."""
+    if data:
+        return data.batches()
+    return Uniform(config.train.global_batch_size, min(config.train.max_length, model.max_position_embeddings))
 
 
 def obey(plan_file: Path, config: Config, model: ModelSpec, hardware: HardwareSpec, data: Data) -> Plan:
@@ -222,7 +228,7 @@ def check_base(folder: Path) -> None:
     kind = stored.get("quantization_config", stored.get("compression_config"))
     if kind:
         method = kind.get("quant_method", "an unknown method") if isinstance(kind, dict) else kind
-        hint = "take the model's 16-bit version; quantised bases are not supported yet"
+        hint = "take the model's 16-bit version; method=qlora quantises it while it is loaded"
         raise ModelError(f"the weights are quantised ({method})", where=str(folder / "config.json"), hint=hint)
 
 

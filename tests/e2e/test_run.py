@@ -349,3 +349,86 @@ def copy_of(model, folder):
     for path in model.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
+
+
+QLORA = (*SHORT[1:], "method=qlora", "train.steps=6", "train.save_every=3")
+
+
+@pytest.fixture(scope="module")
+def quantised(finefit, model, data, tmp_path_factory):
+    """An undisturbed run on a quantised base."""
+    folder = tmp_path_factory.mktemp("runs")
+    finefit("train", model, data, *QLORA, "name=whole", f"output_dir={folder}")
+    return folder / "whole"
+
+
+def test_a_quantised_base_trains_and_is_as_planned(quantised):
+    before, after = (event["loss"] for event in events(quantised, "eval"))
+    assert after < before - 0.05
+    (build,) = events(quantised, "build")
+    assert {t["name"]: t["verified"] for t in build["techniques"]}["quantized_base"]
+    memory = events(quantised, "memory")[0]
+    parts = [memory[witness]["moments"]["forward_end"]["parameter"] for witness in ("predicted", "measured")]
+    assert parts[0] == parts[1]
+    peaks = [memory[witness]["peak_bytes"] for witness in ("predicted", "measured")]
+    assert abs(peaks[0] - peaks[1]) <= 0.01 * peaks[1]
+
+
+def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(finefit, quantised, tmp_path):
+    """From the checkpoint in its middle: the base is quantised again and is the same."""
+    import shutil
+
+    folder = tmp_path / "half"
+    shutil.copytree(quantised, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-000006")
+    finefit("resume", folder)
+    assert losses(folder) == losses(quantised)
+    adapters = [(run / "adapter_model.safetensors").read_bytes() for run in (folder, quantised)]
+    assert adapters[0] == adapters[1]
+
+
+def test_chat_has_the_base_the_adapter_was_trained_on(finefit, environment, quantised):
+    from finefit.chat import loaded
+    from finefit.nn.quantised_linear import QuantisedWeight
+
+    for base in (False, True):
+        model, _ = loaded(quantised, base)
+        kinds = [type(layer.mlp.up_proj.weight) for layer in model.get_decoder().layers]
+        assert {QuantisedWeight} == set(kinds)
+    command = [sys.executable, "-m", "finefit", "chat", str(quantised), "--max-tokens", "4"]
+    done = subprocess.run(command, input="Count from 3.\n/quit\n", env=environment, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+def test_an_adapter_of_a_quantised_base_loads_in_peft(quantised, model):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), quantised)
+    assert theirs.peft_config["default"].base_model_name_or_path == str(model)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["qlora.bits=5"], "'qlora.bits': must be 4 or 8, not 5; did you mean 4?"),
+        (["method=qloar"], "did you mean 'qlora'?"),
+    ],
+)
+def test_bits_there_are_not_are_one_message(finefit, model, data, tmp_path, words, expected):
+    said = finefit("train", model, data, *QLORA[:-1], *words, f"output_dir={tmp_path}", expect=2).stderr
+    assert expected in said and "Traceback" not in said and not list(tmp_path.iterdir())
+
+
+def test_a_plan_of_other_bits_is_refused(finefit, model, data, tmp_path):
+    plan = tmp_path / "plan.json"
+    finefit("plan", model, data, *QLORA, "-o", plan)
+    words = (*QLORA, "qlora.bits=8", "--plan", plan, f"output_dir={tmp_path}/r")
+    assert "qlora.bits is 8, the plan has 4" in finefit("train", model, data, *words, expect=2).stderr
+    text = plan.read_text().replace('"bits": 4', '"bits": 4.0', 1)
+    plan.write_text(text)
+    said = finefit("train", model, data, *QLORA, "--plan", plan, f"output_dir={tmp_path}/r", expect=2).stderr
+    assert "bits' must be 4 or 8, not 4.0" in said
+    plan.write_text(text.replace('"bits": 4.0', '"bits": 4').replace('"chunk": 524288', '"chunk": 100'))
+    said = finefit("train", model, data, *QLORA, "--plan", plan, f"output_dir={tmp_path}/r", expect=2).stderr
+    assert "a chunk of 100 elements is not whole groups" in said

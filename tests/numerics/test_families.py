@@ -6,11 +6,13 @@ Windows are smaller than the sequences, soft caps bite, and there are blocks of 
 import pytest
 import torch
 
-from finefit.catalog import configs
+from finefit import coefficients, models
+from finefit.errors import ModelError
 from finefit.run import blocks_of
 from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Packing
 from tiny import (
     FAMILIES,
+    config_of,
     examples_of,
     family_config,
     loss_and_gradients,
@@ -25,8 +27,25 @@ LENGTHS = (140, 3, 45, 1)
 FUSED = (FusedOps(), Packing(), FusedLoss(16))
 
 
-def test_every_family_a_spec_knows_is_here():
-    assert {name.split(" ")[0] for name in FAMILIES} == set(configs.FAMILIES)
+def test_every_family_whose_coefficients_ship_is_here():
+    assert {name.split(" ")[0] for name in FAMILIES} == {path.stem for path in coefficients.SHIPPED.glob("*.json")}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bloom", {}),
+        ("stablelm", {}),
+        ("gpt_oss", {}),
+        ("cohere", {}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("phi", {}),
+    ],
+)
+def test_what_would_be_trained_wrongly_is_refused(family, changes):
+    """Attention outside the registry would let packed sequences mix; scaled or shifted logits have another loss."""
+    with pytest.raises(ModelError, match=r"cannot be packed yet|scaled or shifted"):
+        models.on_meta(config_of(family, **changes))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

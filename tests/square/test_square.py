@@ -23,12 +23,15 @@ from finefit.techniques import (
     Lora,
     Packing,
     Precision,
+    QuantizedBase,
 )  # fmt: skip
-from tiny import config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
+from finefit.techniques.quantized_base import FORMS
+from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
 
 KINDS = ("fp32", "bf16", "bf16_mixed")
 ONE_OF_EACH = (
-    Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32), Accumulation(2, most_steps=2), Clipping(0.5),
+    QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32),
+    Accumulation(2, most_steps=2), Clipping(0.5),
 )  # fmt: skip
 SETS = [
     (),
@@ -65,8 +68,16 @@ def differences(ledger, footprint):
     }  # fmt: skip
 
 
+WIDE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 192}
+
+
+def config_for(techniques):
+    """Where weights are quantised every one of them is at least a chunk, as in the trace."""
+    return config_of(**WIDE) if any(isinstance(t, QuantizedBase) for t in techniques) else config_of()
+
+
 def assert_square(techniques, config=None, lengths=(128, 128), micro_steps=1):
-    config = config or config_of()
+    config = config or config_for(techniques)
     run = run_of(techniques, config)
     batch = run.collate(examples_of(lengths))
     ledger = measured(run, batch, micro_steps)
@@ -100,6 +111,48 @@ def test_square_of_what_a_plan_uses(blocks, micro_steps):
     checkpointing = [Checkpointing(blocks)] if blocks else []
     used = (Precision("bf16"), Lora(4, dropout=0.1), FusedOps(), Packing(), FusedLoss(32), Clipping(), *checkpointing)
     assert_square(used, micro_steps=micro_steps)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("blocks", [0, 2, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_square_of_a_quantised_base_as_a_plan_uses_it(form, blocks, micro_steps):
+    checkpointing = [Checkpointing(blocks)] if blocks else []
+    base = QuantizedBase(*FORMS[form], 2**14)
+    assert_square((Precision("bf16"), base, Lora(4), FusedOps(), Packing(), FusedLoss(32), *checkpointing),
+                  micro_steps=micro_steps)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lora", [Lora(4, dropout=0.1), Lora(4, targets=("q_proj", "down_proj"))], ids=["dropout", "some"]
+)
+def test_square_of_other_adapters_on_a_quantised_base(lora):
+    used = (Precision("bf16_mixed"), QuantizedBase(chunk=2**14), lora, FusedOps(), Packing(), FusedLoss(32))
+    assert_square(used, config_of(**WIDE, attention_bias=True, tie_word_embeddings=False))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "smollm3"])
+def test_square_of_a_quantised_base_of_every_family(name):
+    """States, to the byte; a step's bytes are those of the family's own trace."""
+    family = {**FAMILIES[name], **WIDE, "num_hidden_layers": 3}
+    config = config_of(name, **{**family, "head_dim": 32} if name == "phi3" else family)
+    techniques = (Precision("bf16"), QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), FusedLoss(32))
+    run = run_of(techniques, config)
+    batch = run.collate(examples_of((128, 128)))
+    measured(run, batch)
+    assert predict.states(layout_for(config, techniques, batch)) == at_rest(run)
+
+
+@pytest.mark.parametrize("chunk", [2**14, 2**19])
+def test_prediction_is_never_low_where_a_weight_is_smaller_than_a_chunk(chunk):
+    """The paper half takes every weight to be brought back in as much as the largest is: over by that difference."""
+    config = config_of(intermediate_size=384)
+    techniques = (Precision("bf16"), QuantizedBase(chunk=chunk), Lora(4), FusedOps(), Packing(), FusedLoss(32))
+    run = run_of(techniques, config)
+    batch = run.collate(examples_of((128, 128)))
+    off = differences(measured(run, batch), predicted(config, techniques, batch))
+    del off["optimizer_step"]  # as anywhere: a few norms
+    assert all(0 <= n_bytes <= 7 * 384 * 64 for n_bytes in off.values())
 
 
 @pytest.mark.parametrize(

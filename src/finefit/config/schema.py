@@ -1,6 +1,6 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-35 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+37 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
@@ -72,6 +72,15 @@ def _names(value: Any) -> Any:
     return "all" if isinstance(value, list) and value == ["all"] else value
 
 
+def _bits(value: Any) -> Any:
+    """Another number of bits is told the nearest there is."""
+    known = (4, 8)
+    if isinstance(value, int | float) and not isinstance(value, bool) and value not in known:
+        near = min(known, key=lambda bits: abs(bits - value))
+        raise ValueError(f"must be 4 or 8, not {value}; did you mean {near}?")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_text)]
 
 
@@ -82,7 +91,7 @@ class _Section(BaseModel):
 
 
 class Lora(_Section):
-    """The adapter, when ``method`` is lora or becomes it."""
+    """The adapter, when ``method`` is lora or qlora or becomes one of them."""
 
     rank: Positive = Field(default=16, description="rank of the two adapter matrices")
     alpha: MoreThanZero = Field(default=32.0, description="scale of the adapter is alpha / rank; 2 × rank when absent")
@@ -108,6 +117,21 @@ class Lora(_Section):
         return () if self.targets == "all" else self.targets
 
 
+class Qlora(_Section):
+    """The quantised base under the adapter, when ``method`` is qlora or becomes it."""
+
+    bits: Annotated[Literal[4, 8], BeforeValidator(_bits)] = Field(
+        default=4, description="of a weight of the base's linear layers: 4 (NF4) or 8 (int8)"
+    )
+    scales: Literal["double", "plain"] = Field(
+        default="double", description="a scale for 64 weights: quantised again, or plain fp32"
+    )
+
+    def pins(self) -> tuple[tuple[str, str], ...]:
+        """The plan's constraints: it never changes what the base is."""
+        return tuple((f"qlora.{key}", str(value)) for key, value in self.model_dump().items())
+
+
 class Train(_Section):
     """What is optimised. Nothing here is changed to save memory."""
 
@@ -115,7 +139,7 @@ class Train(_Section):
     steps: Positive | None = Field(default=None, description="optimizer steps; wins over epochs when given")
     epochs: MoreThanZero = Field(default=1.0, description="passes over the data when steps is not given")
     learning_rate: Auto | MoreThanZero = Field(
-        default="auto", description="peak learning rate; auto is 2e-4 for lora and 2e-5 for full"
+        default="auto", description="peak learning rate; auto is 2e-4 for lora and qlora, 2e-5 for full"
     )
     warmup_steps: NotNegative = Field(default=0.03, description="steps of warm-up; below 1 a share of all steps")
     weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay of AdamW")
@@ -183,10 +207,11 @@ class Config(_Section):
         default=None, description="name of the run folder; absent, made from model and time"
     )
     seed: Count = Field(default=0, description="of the order, the adapter's start and dropout")
-    method: Literal["auto", "full", "lora"] = Field(
-        default="auto", description="auto: the first of full, lora that fits"
+    method: Literal["auto", "full", "lora", "qlora"] = Field(
+        default="auto", description="auto: the first of full, lora, qlora that fits"
     )
     lora: Lora = Lora()
+    qlora: Qlora = Qlora()
     train: Train = Train()
     memory: Memory = Memory()
     hardware: Hardware = Hardware()
@@ -214,6 +239,8 @@ _SPELLINGS: dict[str, str] = {
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.targets": "lora_target lora_target_modules target_modules lora_target_linear lora_attn_modules",
+    "qlora.bits": "quantization_bit load_in_4bit load_in_8bit quant_bits",
+    "qlora.scales": "double_quantization bnb_4bit_use_double_quant",
     "train.global_batch_size": "gradient_accumulation_steps batch_size",
     "memory.micro_batch_size": "per_device_train_batch_size micro_batch",
     "train.steps": "max_steps num_steps",
@@ -237,6 +264,7 @@ _SPELLINGS: dict[str, str] = {
 
 FOREIGN: dict[str, str] = {foreign: ours for ours, spellings in _SPELLINGS.items() for foreign in spellings.split()}
 
+_QUANTISED_NOTE = "say method: qlora; qlora.bits is 4 unless you say 8"
 _BATCH_NOTE = "say train.global_batch_size, the examples of one optimizer step; the plan chooses how to split it"
 
 #: What a hint says where the foreign key does not mean quite the same.
@@ -244,6 +272,8 @@ FOREIGN_NOTES: dict[str, str] = {
     "gradient_accumulation_steps": _BATCH_NOTE,
     "batch_size": _BATCH_NOTE,
     "per_device_train_batch_size": f"{_BATCH_NOTE}, or pin memory.micro_batch_size",
+    "load_in_4bit": _QUANTISED_NOTE,
+    "load_in_8bit": _QUANTISED_NOTE,
     "val_set_size": "held-out examples are named by eval_data; absent, a few are set aside",
     "warmup_ratio": "it is train.warmup_steps here, a share of all steps when below 1",
 }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .lora_linear import linears
+from .quantised_linear import QuantisedWeight, dense
 
 
 def _silu_slope(dy: Tensor, gate: Tensor) -> Tensor:
@@ -34,43 +35,43 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 class GatedDown(torch.autograd.Function):
     """``down(act(gate_Tf) * up_Tf)`` for a linear with or without a low-rank update; keeps gate and up alone.
 
-    The product is what the down projection's own gradients need; it is formed again for them.
+    The product is what the down projection's own gradients need; it is formed again for them. ``down`` is its weight
+    (quantised or not), bias, A and B.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate_tf: Tensor, up_tf: Tensor, kind: str, scale: float, *trained: Tensor | None) -> Tensor:
-        weight_hf, bias_h, a_rf, b_hr = _cast(trained, gate_tf.dtype)
-        ctx.save_for_backward(gate_tf, up_tf, *trained)
+    def forward(ctx: Any, gate_tf: Tensor, up_tf: Tensor, kind: str, scale: float, *down: Any) -> Tensor:
+        weight_hf, bias_h, a_rf, b_hr = _cast(down, gate_tf.dtype)
+        ctx.quantised = weight_hf if isinstance(weight_hf, QuantisedWeight) else None
+        ctx.save_for_backward(gate_tf, up_tf, None if ctx.quantised else down[0], *down[1:])
         ctx.kind, ctx.scale = kind, scale
         product_tf = ACTIVATIONS[kind][0](gate_tf).mul_(up_tf)
-        assert weight_hf is not None
-        y_th = F.linear(product_tf, weight_hf, bias_h)
+        y_th = F.linear(product_tf, dense(weight_hf, gate_tf.dtype), bias_h)
         if a_rf is not None and b_hr is not None:
             y_th.addmm_(F.linear(product_tf, a_rf), b_hr.t(), alpha=scale)
         return y_th
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate_tf, up_tf, *trained = ctx.saved_tensors
-        weight_hf, _bias_h, a_rf, b_hr = _cast(trained, gate_tf.dtype)
+        gate_tf, up_tf, *down = ctx.saved_tensors
+        weight_hf, _bias_h, a_rf, b_hr = _cast(down, gate_tf.dtype)
         act, slope = ACTIVATIONS[ctx.kind]
         (dy_th,) = grads
         acted_tf = act(gate_tf)
-        assert weight_hf is not None
-        dproduct_tf = dy_th.mm(weight_hf)
+        dproduct_tf = dy_th.mm(dense(ctx.quantised or weight_hf, gate_tf.dtype))
         dweight = dbias = da = db = None
         needs_weight, needs_bias = ctx.needs_input_grad[4:6]
         if a_rf is not None or needs_weight:
             product_tf = acted_tf * up_tf
         if needs_weight:
-            dweight = dy_th.t().mm(product_tf).to(trained[0].dtype)
+            dweight = dy_th.t().mm(product_tf).to(down[0].dtype)
         if needs_bias:
-            dbias = dy_th.sum(0, dtype=torch.float32).to(trained[1].dtype)
+            dbias = dy_th.sum(0, dtype=torch.float32).to(down[1].dtype)
         if a_rf is not None and b_hr is not None:
             dlow_tr = dy_th.mm(b_hr).mul_(ctx.scale)
             dproduct_tf.addmm_(dlow_tr, a_rf)
-            da = dlow_tr.t().mm(product_tf).to(trained[2].dtype)
-            db = dy_th.t().mm(F.linear(product_tf, a_rf)).to(trained[3].dtype).mul_(ctx.scale)
+            da = dlow_tr.t().mm(product_tf).to(down[2].dtype)
+            db = dy_th.t().mm(F.linear(product_tf, a_rf)).to(down[3].dtype).mul_(ctx.scale)
         if a_rf is not None or needs_weight:
             del product_tf
         dup_tf = acted_tf.mul_(dproduct_tf)
@@ -78,8 +79,9 @@ class GatedDown(torch.autograd.Function):
         return dgate_tf, dup_tf, None, None, dweight, dbias, da, db
 
 
-def _cast(tensors: Any, dtype: torch.dtype) -> list[Tensor | None]:
-    return [None if t is None else t.to(dtype) for t in tensors]
+def _cast(parts: Any, dtype: torch.dtype) -> list[Any]:
+    """Tensors in ``dtype``; a quantised weight as it is, to be a matrix for its product alone."""
+    return [p.to(dtype) if isinstance(p, Tensor) else p for p in parts]
 
 
 class GatedMLP(nn.Module):

@@ -1,7 +1,7 @@
 """A frozen linear layer with a low-rank update (LoRA, arXiv:2106.09685, section 4.1): y = x W^T + b + s·(x A^T) B^T.
 
 It keeps its input and x A^T (T·r) for backward: layers that read the same input share one copy of it, and the adapters'
-fp32 weights are cast when used. Names and file layout follow peft's ``lora.Linear``.
+fp32 weights are cast when used. The weight may be a quantised one. Names and file layout follow peft's ``lora.Linear``.
 Declines DoRA and training of the bias.
 
 Shapes: T tokens, i inputs, o outputs, r rank.
@@ -14,23 +14,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .quantised_linear import QuantisedWeight, dense, product
+
 
 class _LowRank(torch.autograd.Function):
     """``x_Ti`` → one ``y_To`` a layer, in the type of ``x``; gradients for x and each A and B alone.
 
     Layers that read one input share its products with their stacked A (nr, i), and their gradients for it add up in
-    place. ``tensors`` are weight, bias, A and B of each layer in turn.
+    place. ``parts`` are weight, bias, A and B of each layer in turn. Weights are frozen and the model's: they are held by
+    reference, so that hooks on saved tensors pass them by.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ti: Tensor, scales: tuple[float, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_ti: Tensor, scales: tuple[float, ...], *parts: Any) -> tuple[Tensor, ...]:
         dtype = x_ti.dtype
-        weights, biases, a, b = _by_kind(tensors)
+        weights, biases, a, b = _by_kind(parts)
         low_tn = F.linear(x_ti, _stacked(a, dtype))
-        ctx.save_for_backward(x_ti, low_tn, *weights, *a, *b)
-        ctx.scales = scales
+        ctx.save_for_backward(x_ti, low_tn, *a, *b)
+        ctx.weights, ctx.scales = weights, scales
         return tuple(
-            F.linear(x_ti, weight.to(dtype), bias if bias is None else bias.to(dtype)).addmm_(
+            F.linear(x_ti, dense(weight, dtype), bias if bias is None else bias.to(dtype)).addmm_(
                 low, b_or.to(dtype).t(), alpha=scale
             )
             for weight, bias, low, b_or, scale in zip(weights, biases, low_tn.chunk(len(b), 1), b, scales, strict=True)
@@ -40,14 +43,14 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         x_ti, low_tn, *saved = ctx.saved_tensors
         layers, dtype = len(dys), x_ti.dtype
-        weights, a, b = saved[:layers], saved[layers : 2 * layers], saved[2 * layers :]
+        a, b = saved[:layers], saved[layers:]
         dlows = [dy.mm(b_or.to(dtype)).mul_(scale) for dy, b_or, scale in zip(dys, b, ctx.scales, strict=True)]
         dlow_tn = dlows[0] if layers == 1 else torch.cat(dlows, 1)
         dx_ti = None
         if ctx.needs_input_grad[0]:
             dx_ti = dlow_tn.mm(_stacked(a, dtype))
-            for dy, weight in zip(dys, weights, strict=True):
-                dx_ti.addmm_(dy, weight.to(dtype))
+            for dy, weight in zip(dys, ctx.weights, strict=True):
+                dx_ti.addmm_(dy, dense(weight, dtype))
         das = [da.to(a[0].dtype, copy=True) for da in dlow_tn.t().mm(x_ti).chunk(layers)]  # each owns its bytes
         grads: list[Any] = [dx_ti, None]
         for dy, low, da, b_or, scale in zip(dys, low_tn.chunk(layers, 1), das, b, ctx.scales, strict=True):
@@ -55,8 +58,8 @@ class _LowRank(torch.autograd.Function):
         return tuple(grads)
 
 
-def _by_kind(tensors: tuple[Any, ...]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    weights, biases, a, b = (list(tensors[kind::4]) for kind in range(4))
+def _by_kind(parts: tuple[Any, ...]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    weights, biases, a, b = (list(parts[kind::4]) for kind in range(4))
     return weights, biases, a, b
 
 
@@ -94,7 +97,9 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.rank, self.scale, self.dropout = rank, alpha / rank, dropout
-        self.weight = nn.Parameter(linear.weight, requires_grad=False)
+        weight: Tensor | QuantisedWeight = linear.weight
+        frozen = weight if isinstance(weight, QuantisedWeight) else nn.Parameter(weight, requires_grad=False)
+        self.weight: nn.Parameter | QuantisedWeight = frozen
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias, requires_grad=False)
         device = linear.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=torch.float32, device=device))
@@ -105,8 +110,7 @@ class LoRALinear(nn.Module):
 
     def dropped(self, x_ti: Tensor) -> Tensor:
         """``x_Ti`` → ``y_To`` with dropout before A."""
-        bias = None if self.bias is None else self.bias.to(x_ti.dtype)
-        y_to = F.linear(x_ti, self.weight.to(x_ti.dtype), bias)
+        y_to = product(x_ti, self.weight, self.bias)
         return y_to + _LowRankDropped.apply(x_ti, self.lora_A, self.lora_B, self.scale, self.dropout)
 
     def extra_repr(self) -> str:
@@ -125,6 +129,6 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         if any(layer.training and layer.dropout > 0.0 for layer in adapted):
             ys = [layer.dropped(x_ti) for layer in adapted]
         else:
-            tensors = [t for layer in adapted for t in (layer.weight, layer.bias, layer.lora_A, layer.lora_B)]
-            ys = _LowRank.apply(x_ti, tuple(layer.scale for layer in adapted), *tensors)
+            parts = [p for layer in adapted for p in (layer.weight, layer.bias, layer.lora_A, layer.lora_B)]
+            ys = _LowRank.apply(x_ti, tuple(layer.scale for layer in adapted), *parts)
     return [y_to.view(*x.shape[:-1], -1) for y_to in ys]

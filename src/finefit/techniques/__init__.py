@@ -12,9 +12,11 @@ from .fused_ops import FusedOps
 from .lora import Lora
 from .packing import Packing
 from .precision import Precision
+from .quantized_base import QuantizedBase
 
 TECHNIQUES: tuple[type[Technique], ...] = (
     Precision,
+    QuantizedBase,
     Lora,
     FusedOps,
     Packing,
@@ -26,7 +28,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 
 __all__ = [
     "TECHNIQUES", "Accumulation", "Checkpointing", "Clipping", "FusedLoss", "FusedOps", "Lora", "NotAsPlanned",
-    "Packing", "Precision", "Technique", "Unsuitable", "from_json", "in_order",
+    "Packing", "Precision", "QuantizedBase", "Technique", "Unsuitable", "from_json", "in_order",
 ]  # fmt: skip
 
 

@@ -30,12 +30,13 @@ class Lora(Technique):
 
     def rewrite(self, layout: Layout) -> Layout:
         model = layout.model
-        adapted = [p for p in model.linears() if not self.targets or p.short_name in self.targets]
+        linears = [(p, count) for p, count in model.block_tensors() if p.role == "linear"]
+        adapted = [(p, count) for p, count in linears if not self.targets or p.short_name in self.targets]
         self._check([p.short_name for p in model.linears()])
         frozen = tuple(replace(g, trainable=False) for g in layout.groups)
         adapters = tuple(
-            ParamGroup(f"block.{p.name}.lora_{half}", self.rank * side, model.num_hidden_layers, 32, True, "linear")
-            for p in adapted
+            ParamGroup(f"block.{p.name}.lora_{half}", self.rank * side, count, 32, True, "linear")
+            for p, count in adapted
             for half, side in (("A", p.shape[1]), ("B", p.shape[0]))
         )
         words = ["lora"] + (["dropout"] if self.dropout else [])

@@ -1,0 +1,128 @@
+"""QLoRA's base (arXiv:2305.14314): the blocks' linear weights in 4 or 8 bits, frozen, a matrix again for each product.
+
+Chosen by the user as a method (``qlora``), never by the planner for memory's sake. The formats are ``nn.blockwise``'s, the
+layer is ``nn.quantised_linear.QuantisedLinear``. Head, embedding, norms and biases stay as they are. Declines expert weights
+of three dimensions, fewer bits than 4, and training of what is quantised.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ..layout import BITS, Layout, ParamGroup
+from .base import NotAsPlanned, Technique, Unsuitable
+
+if TYPE_CHECKING:
+    from ..ledger import Ledger
+    from ..run import Run
+
+BLOCK, GROUP = 64, 256  # elements that share a scale, scales that share one in turn: nn.blockwise's
+# On a CPU 2**18 to 2**20 are equally fast (2 cores, torch 2.13, 2026-11-29); on CUDA enough to be worth its calls, not measured.
+CHUNK = {"cpu": 2**19, "cuda": 2**23}
+# Bytes an element of a chunk while it is quantised (its values, the same over their scale, their codes before they are
+# packed), and those of the bounds between codes.
+_ENCODING, _BOUNDS = {4: 12, 8: 9}, 2**11
+_GRIDS = {4: "NF4", 8: "int8"}
+Bits = Literal[4, 8]
+Scales = Literal["double", "plain"]
+# The traced graph's word for each form: what is alive while a weight is brought back differs.
+FORMS: dict[str, tuple[Bits, Scales]] = {
+    "nf4": (4, "double"), "nf4_plain": (4, "plain"), "int8": (8, "double"), "int8_plain": (8, "plain"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedBase(Technique):
+    name = "quantized_base"
+    exact = False
+
+    bits: Bits = 4
+    scales: Scales = "double"
+    """``double``: the scales of the blocks are quantised again."""
+    chunk: int = CHUNK["cpu"]
+    """Elements brought back at once, a multiple of 16,384."""
+
+    def rewrite(self, layout: Layout) -> Layout:
+        if any(len(p.shape) > 2 for p in layout.model.block_parameters()):
+            raise Unsuitable("its blocks have expert weights of three dimensions, which are not quantised yet")
+        if self.chunk < 1 or self.chunk % (BLOCK * GROUP):
+            raise Unsuitable(f"a chunk of {self.chunk} elements is not whole groups of {BLOCK * GROUP}")
+        packed = [group for group in layout.groups if _is_packed(group)]
+        if not packed:
+            raise Unsuitable("the model has no linear layers to quantise")
+        kept = tuple(group for group in layout.groups if not _is_packed(group))
+        groups = (*(part for group in packed for part in self._parts(group)), *self._tables(), *kept)
+        word = next(word for word, form in FORMS.items() if form == (self.bits, self.scales))
+        at_once = min(self.chunk, max(_blocks(group) for group in packed) * BLOCK)
+        return replace(
+            layout, groups=groups, graph=(*layout.graph, word), dequantised=at_once,
+            in_flight=max(self._in_flight(group, layout.model.dtype) for group in packed),
+        )  # fmt: skip
+
+    def _parts(self, group: ParamGroup) -> Iterator[ParamGroup]:
+        """Codes and scales of a group of weights, the last block of each filled up."""
+        blocks = _blocks(group)
+        yield replace(group, numel=blocks * BLOCK, bits=self.bits, trainable=False)
+        scale = replace(group, trainable=False, role="scale")
+        if self.scales == "plain":
+            yield replace(scale, name=f"{group.name}.scale", numel=blocks, bits=32)
+            return
+        yield replace(scale, name=f"{group.name}.scale_code", numel=blocks, bits=8)
+        yield replace(scale, name=f"{group.name}.group_scale", numel=-(-blocks // GROUP), bits=32)
+        yield replace(scale, name=f"{group.name}.mean", numel=1, bits=32)
+
+    def _tables(self) -> Iterator[ParamGroup]:
+        if self.bits == 4:
+            yield ParamGroup("tables.pairs", 256, 1, 64, False, "scale")
+        if self.scales == "double":
+            yield ParamGroup("tables.dynamic", 256, 1, 32, False, "scale")
+
+    def _in_flight(self, group: ParamGroup, dtype: str) -> int:
+        """Bytes beside the model while one weight is loaded: itself as it is stored, its scales, a chunk's codes."""
+        blocks = _blocks(group)
+        stored = group.numel * BITS.get(dtype, 32) // 8
+        return stored + 4 * blocks + _ENCODING[self.bits] * min(self.chunk, blocks * BLOCK) + _BOUNDS
+
+    def apply(self, run: "Run") -> None:
+        from torch import nn
+
+        from ..nn.blockwise import Tables
+        from ..nn.quantised_linear import QuantisedLinear
+        from ..run import blocks_of
+
+        device = next(run.model.parameters()).device
+        tables = Tables(self.bits == 4, self.scales == "double", device)
+        for block in blocks_of(run.model):
+            for parent in list(block.modules()):
+                for name, child in list(parent.named_children()):
+                    if isinstance(child, nn.Linear):
+                        setattr(parent, name, QuantisedLinear(child, self.bits, self.scales, self.chunk, tables))
+
+    def describe(self) -> str:
+        scales = "their scales quantised again" if self.scales == "double" else "their scales in fp32"
+        form = f"{self.bits} bits ({_GRIDS[self.bits]}, blocks of {BLOCK}, {scales})"
+        return f"linear weights of the blocks in {form}; a matrix again for each product, never kept"
+
+    def verify(self, run: "Run", ledger: "Ledger") -> None:
+        from torch import nn
+
+        from ..nn.quantised_linear import QuantisedWeight
+        from ..run import blocks_of
+
+        linears = {
+            name: module.weight
+            for name, module in blocks_of(run.model).named_modules()
+            if isinstance(module, nn.Linear) or hasattr(module, "lora_A")
+        }
+        other = [n for n, w in linears.items() if not (isinstance(w, QuantisedWeight) and w.bits == self.bits)]
+        if other or not linears:
+            raise NotAsPlanned(f"quantized_base: {len(other)} of {len(linears)} weights are not so: {other[:3]}")
+
+
+def _is_packed(group: ParamGroup) -> bool:
+    """A linear layer's weight inside a block."""
+    return group.role == "linear" and group.name.startswith("block.")
+
+
+def _blocks(group: ParamGroup) -> int:
+    return -(-group.numel // BLOCK)
