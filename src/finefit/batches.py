@@ -109,10 +109,15 @@ class Uniform:
         return self.longest * self.examples
 
     def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
-        rows = [list(range(self.examples))]
-        labelled = max(1, round(self.length * self.labelled_share))
-        same = FromOrder(rows, [self.length] * self.examples, [labelled] * self.examples)
-        return same.work(max_sequences, max_tokens, padded)
+        return _uniform_work(self, max_sequences, max_tokens, padded)
+
+
+@functools.lru_cache(maxsize=2048)
+def _uniform_work(batches: Uniform, max_sequences: int, max_tokens: int, padded: bool) -> Work:
+    rows = [list(range(batches.examples))]
+    labelled = max(1, round(batches.length * batches.labelled_share))
+    same = FromOrder(rows, [batches.length] * batches.examples, [labelled] * batches.examples)
+    return same.work(max_sequences, max_tokens, padded)
 
 
 def undominated(micros: Iterable[Micro]) -> tuple[Micro, ...]:

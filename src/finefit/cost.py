@@ -1,7 +1,8 @@
 """Seconds of one optimizer step, from operation counts and the device's rates: what the search compares plans by.
 
 Counts matrix products (forward, both backward products where the weight trains, recomputation), attention, the head on
-labelled tokens, low-rank updates, the optimizer's memory traffic and a fixed cost per micro-batch. Good for ranking
+labelled tokens, low-rank updates, quantised weights brought back, the optimizer's memory traffic and a fixed cost per
+micro-batch. Good for ranking
 plans on one device; absolute values are as good as the rates.
 """
 
@@ -27,7 +28,11 @@ class Efficiency:
 # CPU: 2 cores of a Zen 4 server, torch 2.13, 2026-11-29: products at 0.9 of the 2,048-cubed rate, attention at 0.25 of
 # it, about 60 calls a block. CUDA: the usual 0.6 of the data sheet; not measured by us.
 _ON = {"cpu": Efficiency(0.9, 24, 0.25, 8e-6, 6), "cuda": Efficiency(0.6, 256, 0.4, 6e-6, 4)}
+_MULTIPLIED = ("linear", "matrix", "expert")  # roles of tensors that activations are multiplied with
 _CALLS_PER_BLOCK = 120  # forward and backward
+# A quantised weight is brought back in chunks: bytes read and written an element by its bits (codes and lookups, fp32
+# values scaled in place, the result), and operator calls a chunk.
+_DEQUANTISED_BYTES, _DEQUANTISED_CALLS = {4: 25, 8: 15}, 12
 
 
 def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
@@ -43,7 +48,19 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
     updated = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) * 7
     traffic = (moved + updated) / hardware.bandwidth_bytes_per_s
-    return (products + attention) / rate + calls + traffic
+    return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
+
+
+def _dequantising_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
+    """Each quantised weight is brought back forward, backward and where its block is computed again."""
+    times = work.mean_steps * (2 + layout.checkpointed / layout.model.num_hidden_layers)
+    seconds = 0.0
+    for g in layout.groups:
+        if g.role == "linear" and g.bits in _DEQUANTISED_BYTES:
+            chunks = -(-g.numel // layout.dequantised)
+            moved = g.numel * _DEQUANTISED_BYTES[g.bits] / hardware.bandwidth_bytes_per_s
+            seconds += g.count * (moved + chunks * _DEQUANTISED_CALLS * _ON[hardware.kind].call_s)
+    return seconds * times
 
 
 def _dtype(layout: Layout) -> str:
@@ -52,13 +69,19 @@ def _dtype(layout: Layout) -> str:
 
 def _linear_flops(layout: Layout, again: float) -> float:
     """Floating-point operations of the blocks' linears for one token."""
-    linears = [g for g in layout.groups if g.role == "linear" and g.name.startswith("block.")]
-    base = sum(g.numel * g.count for g in linears if "lora_" not in g.name)
+    linears = [g for g in layout.groups if g.role in _MULTIPLIED and g.name.startswith("block.")]
+    base = sum(g.numel * g.count * _met_share(layout, g.role) for g in linears if "lora_" not in g.name)
     adapters = sum(g.numel * g.count for g in linears if "lora_" in g.name)
     trains = any(g.trainable for g in linears if "lora_" not in g.name)
     passes = 2 + trains + again
     # Low-rank products are memory-bound: three times their operation count.
     return 2 * base * passes + 3 * 2 * adapters * (4 + again)
+
+
+def _met_share(layout: Layout, role: str) -> float:
+    """The part of such tensors that one token is multiplied with: of the experts those it is sent to."""
+    model = layout.model
+    return model.experts_per_token / model.num_experts if role == "expert" and model.num_experts else 1.0
 
 
 def _head_flops(layout: Layout, work: Work) -> float:
@@ -71,6 +94,7 @@ def _head_flops(layout: Layout, work: Work) -> float:
 def _elementwise_bytes(layout: Layout) -> float:
     """Bytes of one block's intermediate values for one token."""
     model = layout.model
-    width = 6 * model.hidden_size + 2 * model.q_width + 2 * model.kv_width + 3 * model.intermediate_size
+    inner = model.experts_per_token * model.moe_intermediate_size + model.shared_intermediate_size
+    width = 6 * model.hidden_size + 2 * model.q_width + 2 * model.kv_width + 3 * (inner or model.intermediate_size)
     fused = 1.0 if "fused_ops" in layout.graph else 1.6
     return width * fused * (4 if layout.graph[0] == "fp32" else 2)

@@ -15,6 +15,7 @@ from .techniques import TECHNIQUES, Technique, from_json
 from .units import format_bytes, format_seconds
 
 VERSION = 1
+_LATER = ("neighbours",)  # fields that plan files of this version have only since they were added
 _AGAIN = "make it again: finefit plan MODEL -o FILE"
 
 
@@ -26,6 +27,20 @@ class Alternative:
     peak_bytes: int
     seconds_per_step: float
     chosen: bool
+
+
+Verdict = Literal["too large", "slower", "no better", "not allowed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A plan that differs in one thing, and why it is not this one; zeros where it was not predicted."""
+
+    says: str
+    verdict: Verdict
+    why: str
+    peak_bytes: int = 0
+    tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,7 @@ class Plan:
     reasons: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
 
     def technique(self, name: str) -> Technique | None:
         return next((t for t in self.techniques if t.name == name), None)
@@ -64,6 +80,7 @@ class Plan:
                 for a in self.alternatives
             ],
             "notes": list(self.notes),
+            "neighbours": [dataclasses.asdict(neighbour) for neighbour in self.neighbours],
         }  # fmt: skip
 
     @classmethod
@@ -81,6 +98,7 @@ class Plan:
             "alternatives": tuple(Alternative(**a) for a in data["alternatives"]),
             "reasons": tuple(data["reasons"]),
             "notes": tuple(data["notes"]),
+            "neighbours": tuple(Neighbour(**n) for n in data.get("neighbours", ())),
         })  # fmt: skip
 
     def save(self, path: Path) -> None:
@@ -139,7 +157,7 @@ def _check_fields(kind: type[Any], data: Mapping[str, Any], prefix: str) -> None
     for name, field in fields.items():
         if name in data:
             _check_value(types[name], data[name], f"{prefix}{name}")
-        elif field.default is field.default_factory is dataclasses.MISSING or kind is Plan:
+        elif field.default is field.default_factory is dataclasses.MISSING or (kind is Plan and name not in _LATER):
             raise ConfigError(f"not a plan of this version: '{prefix}{name}' is missing", hint=_AGAIN)
     if kind in (Plan, Footprint):  # beside their fields stand what follows from them and what later versions may add
         return
@@ -151,8 +169,8 @@ def _check_value(kind: Any, value: Any, where: str) -> None:
     """The JSON ``value`` is one of the type ``kind``: a dataclass, a tuple, a mapping, words or a plain type."""
     inner, origin = get_args(kind), get_origin(kind)
     if origin is Literal:
-        if value not in inner:
-            raise _unlike(where, " or ".join(inner), value)
+        if value not in inner or isinstance(value, float):  # 4.0 is 4 in Python, and no number of bits
+            raise _unlike(where, " or ".join(map(str, inner)), value)
     elif origin is tuple:
         if not isinstance(value, list):
             raise _unlike(where, "a list", value)

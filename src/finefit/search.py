@@ -6,13 +6,15 @@ down; for each the fewest checkpointed blocks that fit are found by bisection, s
 Of the plans that fit the fastest wins; within two per cent of it, the one that needs least memory.
 """
 
+import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from .batches import Batches, Uniform, Work
 from .cost import seconds_per_step
-from .errors import ConfigError, DoesNotFit
+from .errors import ConfigError, DoesNotFit, EngineError
 from .footprint import Footprint
 from .layout import Layout, Micro, layout_of
 from .plan import Alternative, Plan
@@ -27,13 +29,23 @@ from .techniques import (
     Lora,
     Packing,
     Precision,
+    QuantizedBase,
     Technique,
+    Unsuitable,
     in_order,
 )  # fmt: skip
+from .techniques.quantized_base import CHUNK, Bits, Scales
 from .units import Budget, format_bytes, format_seconds
+from .ways import Trials, hint
 
 SLOWER = 1.02  # plans this close in time are told apart by memory
+# A GPU is the run's alone, and context and driver are reckoned with beside the tensors; a machine has others at work.
+DEFAULT_BUDGET = {"cuda": "96%", "cpu": "90%"}
 LOSS_CHUNK = {"cpu": 256, "cuda": 1024}
+Method = Literal["full", "lora", "qlora"]
+_LATE = (Checkpointing, FusedLoss, Accumulation, Clipping)  # techniques that say how a step runs, and add no tensors
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")  # what auto tries, in order
+ADAPTED = METHODS[1:]  # methods that train adapters on a frozen base
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +75,31 @@ class Question:
 
 
 def search(question: Question) -> Plan:
-    """The best plan, or DoesNotFit with an argument. ``method`` auto is the first of full, lora that fits."""
+    """The best plan, or DoesNotFit with an argument. ``method`` auto is the first of full, lora, qlora that fits."""
+    found, tried = _search(question)
+    if found is None:
+        raise _does_not_fit(question, tried)
+    return found
+
+
+def _search(question: Question) -> tuple[Plan | None, list[tuple[str, list[Candidate]]]]:
+    """The best plan, or None and what was tried."""
     job = question.job
     tried: list[tuple[str, list[Candidate]]] = []
     for limit in dict.fromkeys((question.budget.aim_bytes, question.budget.limit_bytes)):
         for wish in _by_method(job):
             asked = replace(question, job=wish)
-            candidates = list(_candidates(asked, limit))
+            try:
+                candidates = list(_candidates(asked, limit))
+            except Unsuitable as error:
+                if job.method != "auto":
+                    raise _unsuitable(question, error) from error
+                continue  # what was tried before it argues
             fitting = [c for c in candidates if c.predicted.total_bytes <= limit]
             if fitting:
-                return _plan(asked, fitting, candidates, _preface(question, tried, wish.method, limit))
+                return _plan(asked, fitting, candidates, _preface(question, tried, wish.method, limit)), tried
             tried.append((wish.method, candidates))
-    raise _does_not_fit(question, tried)
+    return None, tried
 
 
 def _candidates(question: Question, limit: int) -> Iterator[Candidate]:
@@ -88,7 +113,7 @@ def _candidates(question: Question, limit: int) -> Iterator[Candidate]:
                 f"memory.checkpointing: {fixed} blocks, the model has {depth}",
                 hint=f"say a number up to {depth}, or all",
             )
-    for size, tokens in _splits(question):
+    for size, tokens in splits(question):
         work = question.batches.work(size, tokens, question.job.pin("packing") == "false")
         if pinned is not None:
             yield candidate(question, size, tokens, work, fixed)
@@ -107,7 +132,7 @@ def _candidates(question: Question, limit: int) -> Iterator[Candidate]:
             yield candidate(question, size, tokens, work, high)
 
 
-def _splits(question: Question) -> Iterator[tuple[int, int]]:
+def splits(question: Question) -> Iterator[tuple[int, int]]:
     """(examples, tokens) a micro-batch may hold, largest first; tokens are limited only where examples are packed."""
     job, batches = question.job, question.batches
     size, tokens = job.pin("micro_batch_size"), job.pin("micro_batch_tokens")
@@ -147,8 +172,19 @@ def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique
 
 def rewrite(model: ModelSpec, micro: Micro, techniques: Sequence[Technique]) -> Layout:
     """The layout of ``model`` after all techniques, in order."""
-    layout = layout_of(model, micro)
-    for technique in in_order(tuple(techniques)):
+    ordered = in_order(tuple(techniques))
+    late = next((i for i, t in enumerate(ordered) if isinstance(t, _LATE)), len(ordered))
+    layout = replace(_held(model, ordered[:late]), micro=micro)
+    for technique in ordered[late:]:
+        layout = technique.rewrite(layout)
+    return layout
+
+
+@functools.lru_cache(maxsize=256)
+def _held(model: ModelSpec, techniques: tuple[Technique, ...]) -> Layout:
+    """The layout after the techniques that say what is held. None of them looks at the micro-batch, so any will do."""
+    layout = layout_of(model, Micro(1, 1, 1))
+    for technique in techniques:
         layout = technique.rewrite(layout)
     return layout
 
@@ -156,7 +192,10 @@ def rewrite(model: ModelSpec, micro: Micro, techniques: Sequence[Technique]) -> 
 def techniques_of(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> tuple[Technique, ...]:
     job, kind = question.job, question.hardware.kind
     chosen: list[Technique] = [precision_of(question)]
-    if job.method == "lora":
+    if job.method == "qlora":
+        bits, scales = int(job.pin("qlora.bits") or 4), job.pin("qlora.scales") or "double"
+        chosen.append(QuantizedBase(cast(Bits, bits), cast(Scales, scales), CHUNK[kind]))
+    if job.method in ADAPTED:
         chosen.append(Lora(job.rank, job.alpha, job.dropout, job.targets))
     if job.pin("fused_ops") != "false":
         chosen.append(FusedOps())
@@ -183,7 +222,7 @@ def precision_of(question: Question) -> Precision:
         return Precision(job.precision)
     if not question.hardware.supports_bf16:
         return Precision("fp32")
-    return Precision("bf16" if job.method == "lora" and question.model.dtype == "bfloat16" else "bf16_mixed")
+    return Precision("bf16" if job.method in ADAPTED and question.model.dtype == "bfloat16" else "bf16_mixed")
 
 
 def _plan(question: Question, fitting: list[Candidate], looked_at: list[Candidate], preface: list[str]) -> Plan:
@@ -226,7 +265,7 @@ def _preface(question: Question, tried: list[tuple[str, list[Candidate]]], metho
         if name != method
     ]
     if question.job.method == "auto":
-        said.append(f"method {method}: the first of full, lora that fits")
+        said.append(f"method {method}: the first of {', '.join(METHODS)} that fits")
     if limit != question.budget.aim_bytes:
         said.append(f"nothing fits {format_bytes(question.budget.aim_bytes)}, so up to {format_bytes(limit)} is used")
     return said
@@ -261,7 +300,7 @@ def _smallest(candidates: list[Candidate]) -> Candidate:
 
 
 def _does_not_fit(question: Question, tried: list[tuple[str, list[Candidate]]]) -> DoesNotFit:
-    """Needed, had, what is already on, the largest part, and the cheapest change that would fit."""
+    """Needed, had, what is already on, the largest part, and the cheapest ways out."""
     method, candidates = tried[-1]
     least = _smallest(candidates)
     budget = question.budget.limit_bytes
@@ -274,34 +313,44 @@ def _does_not_fit(question: Question, tried: list[tuple[str, list[Candidate]]]) 
         f"  already on: {on}\n"
         f"  largest part: {largest.replace('_', ' ')}, {format_bytes(parts[largest])}, at {least.predicted.peak_moment}"
     )
-    return DoesNotFit(message, hint=_cheapest_change(question, budget) or "a device with more memory")
+    return DoesNotFit(message, hint=hint(question, Trials(_least, _best)) or "a device with more memory")
 
 
-def _cheapest_change(question: Question, budget: int) -> str:
-    """The mildest change of the wish that would fit: shorter examples, LoRA, a smaller rank."""
-    job, length = question.job, question.batches.longest
-    free = replace(job, pins=tuple(p for p in job.pins if p[0] in ("max_grad_norm",)))
-    changes: list[tuple[str, JobSpec, int]] = []
-    also = ""
-    if free != job:
-        changes.append(("leave memory.* to the plan (auto)", free, length))
-        also = "memory.* auto and "
-    shorter = [length * share // 8 for share in (7, 6, 5, 4, 3, 2, 1) if length * share // 8 >= 64]
-    changes += [(f"{also}train.max_length={n}", free, n) for n in shorter]
-    if job.method == "full":
-        lora = replace(free, method="lora")
-        changes.append((f"{also}method=lora", lora, length))
-        changes += [(f"{also}method=lora train.max_length={n}", lora, n) for n in shorter]
-    for says, wish, longest in changes:
-        batches = Uniform(wish.global_batch_size, longest, job.labelled_share)
-        asked = [replace(question, job=one, batches=batches) for one in _by_method(wish)]
-        needed = min(c.predicted.total_bytes for one in asked for c in _candidates(one, budget))
-        if needed <= budget:
-            return f"{says} would fit: {format_bytes(needed)}"
-    return ""
+def _unsuitable(question: Question, error: Unsuitable) -> ConfigError:
+    said = f"{question.model.name} cannot be trained with method={question.job.method}: {error}"
+    return ConfigError(said, hint="method=lora leaves the base as it is" if question.job.method == "qlora" else "")
+
+
+def _least(question: Question) -> int | None:
+    """Bytes of the smallest combination; None where it cannot be used on this model, or not be planned here."""
+    depth = question.model.num_hidden_layers
+    pinned = question.job.pin("checkpointing")
+    blocks = depth if pinned in (None, "all", "true") else int(pinned)
+    needed: list[int] = []
+    for wish in _by_method(question.job):
+        asked = replace(question, job=wish)
+        with contextlib.suppress(Unsuitable, EngineError, ConfigError):
+            for size, tokens in splits(asked):  # a step of one micro-batch needs no gradients beside it: all are asked
+                work = asked.batches.work(size, tokens, wish.pin("packing") == "false")
+                needed.append(candidate(asked, size, tokens, work, blocks).predicted.total_bytes)
+    return min(needed, default=None)
+
+
+def best_of(question: Question) -> tuple[int, float]:
+    """Bytes and tokens per second of the plan, or of the smallest combination, at no speed, where none fits."""
+    return _best(question) or (_least(question) or 0, 0.0)
+
+
+def _best(question: Question) -> tuple[int, float] | None:
+    """Bytes and tokens per second of the plan, if there is one."""
+    try:
+        found, _ = _search(question)
+    except (EngineError, ConfigError):
+        return None
+    return (found.predicted.total_bytes, found.tokens_per_s) if found else None
 
 
 def _by_method(job: JobSpec) -> list[JobSpec]:
     """The wish once for each method it allows, in order of preference."""
-    methods: tuple[Literal["full", "lora"], ...] = ("full", "lora") if job.method == "auto" else (job.method,)
+    methods = METHODS if job.method == "auto" else (job.method,)
     return [replace(job, method=method) for method in methods]

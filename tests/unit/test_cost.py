@@ -7,7 +7,7 @@ from finefit.cost import seconds_per_step
 from finefit.layout import Micro
 from finefit.search import rewrite
 from finefit.spec import HardwareSpec, ModelSpec
-from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Precision
+from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Precision, QuantizedBase
 
 MODEL = ModelSpec("m", "llama", 1024, 4096, 24, 16, 8, 64, 32_000)
 FAST = HardwareSpec("fast", "cuda", 2**34, matmul_flops_per_s=(("float32", 1e14), ("bfloat16", 2e14)),
@@ -60,3 +60,14 @@ def test_an_unlabelled_token_needs_no_head_with_a_fused_loss():
     assert fused < whole
     head = 6 * 1024 * 32_000 * (8192 - 8 * 102) / (1e9 * 0.6 * 8192 / (8192 + 256))
     assert whole - fused == pytest.approx(head, rel=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "n_bytes"), [(4, 25), (8, 15)])
+@pytest.mark.parametrize(("blocks", "times"), [(0, 2), (12, 2.5), (24, 3)])
+def test_a_quantised_weight_is_brought_back_in_each_pass(blocks, times, bits, n_bytes):
+    """Forward, backward and where a block is computed again, for each of eight micro-batches."""
+    others = [Lora(1), FusedLoss(64), *([Checkpointing(blocks)] if blocks else [])]
+    dense, small = (seconds(Precision("bf16"), *base, *others, tokens=1024) for base in ((), (QuantizedBase(bits),)))
+    elements = 24 * sum(p.numel for p in MODEL.linears())
+    chunks = 24 * sum(-(-p.numel // 2**19) for p in MODEL.linears())
+    assert small - dense == pytest.approx(8 * times * (elements * n_bytes / 1e12 + chunks * 12 * 6e-6), rel=1e-6)

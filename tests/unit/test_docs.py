@@ -19,8 +19,8 @@ MEASURED = {DOCS / "accuracy.svg"}  # written by benchmarks/accuracy.py, so it m
 COMMANDS = typer.main.get_command(cli.app).commands
 
 
-def reference():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -48,8 +48,18 @@ def anchors(path):
 
 
 def test_what_is_written_from_the_code_is_up_to_date():
-    stale = [name_of(path) for path, text in reference().pages().items() if path.read_text("utf-8") != text]
+    stale = [name_of(path) for path, text in script("reference").pages().items() if path.read_text("utf-8") != text]
     assert stale == [], "run scripts/reference.py"
+
+
+def test_the_page_of_what_fits_is_up_to_date():
+    """One card stands for all: each takes as long as the command."""
+    made = script("fits_page")
+    size, name = made.CARDS[2]
+    found = made.fits(made.HardwareSpec.from_name(name))
+    stale = [lang for lang, said in made.WORDS.items()
+             if made.table(found, said) not in (DOCS / lang / "reference" / "fits.md").read_text("utf-8")]  # fmt: skip
+    assert stale == [], f"run scripts/fits_page.py ({size})"
 
 
 def test_both_languages_have_the_same_pages():

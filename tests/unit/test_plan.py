@@ -34,6 +34,8 @@ WISHES = [
     ("google/gemma-2-2b", "RTX 4090", "90%", "lora", 4096, 8),
     ("google/gemma-3-1b-it", "RTX 3060", "90%", "auto", 1024, 16),
     ("microsoft/Phi-3-mini-4k-instruct", "L4", "90%", "lora", 4096, 4),
+    ("meta-llama/Llama-3.1-8B", "RTX 3060", "90%", "auto", 2048, 16),
+    ("Qwen/Qwen2.5-7B", "RTX 3060", "90%", "qlora", 1024, 16),
 ]
 
 

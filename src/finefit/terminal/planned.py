@@ -14,10 +14,12 @@ from .bars import capacity, stacked
 _WIDEST_BAR = 40
 
 
-def plan_view(plan: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print a plan, given as its JSON dict."""
+def plan_view(plan: Mapping[str, Any], console: Console | None = None, *, explain: bool = False) -> None:
+    """Print a plan, given as its JSON dict; ``explain`` adds the plans beside it."""
     out = console or Console()
     out.print(plan_renderable(plan, out.width, ascii_only=out.options.ascii_only))
+    if explain and plan.get("neighbours"):
+        out.print(Group(Text(), _neighbours(plan)))
 
 
 def plan_renderable(plan: Mapping[str, Any], width: int, *, ascii_only: bool = False) -> RenderableType:
@@ -107,6 +109,19 @@ def _alternatives(plan: Mapping[str, Any], ascii_only: bool) -> RenderableType:
             format_seconds(float(seconds)) if seconds else "",
             style="bold" if one.get("chosen") else "",
         )
+    return table
+
+
+_VERDICTS = {"too large": "red", "slower": "yellow", "not allowed": "magenta"}
+
+
+def _neighbours(plan: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("instead", "verdict", "why not"):
+        table.add_column(title, overflow="fold")
+    for one in plan["neighbours"]:
+        verdict = str(one["verdict"])
+        table.add_row(Text(str(one["says"])), Text(verdict, style=_VERDICTS.get(verdict, "")), Text(str(one["why"])))
     return table
 
 

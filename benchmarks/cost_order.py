@@ -1,0 +1,134 @@
+"""Predicted against measured order of plans: twelve ways to run the same job on this CPU, and Spearman's rank correlation.
+
+    python benchmarks/cost_order.py --model MODEL [--plans 2] [--out FILE]      writes benchmarks/results/cost-order-cpu.json
+
+The job is LoRA on SmolLM2-135M with the built-in data; the plans differ in micro-batch, checkpointing, precision, loss
+chunk, fused ops and packing. Each plan runs in a process of its own: one step to warm up, then two that are timed on the
+same examples for every plan, against the predicted seconds of those two steps. The mean of the two is what is ranked.
+Run it on an otherwise idle machine, after `finefit doctor --probe`: rates that nobody measured are guesses.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accuracy_cpu import machine
+
+HERE = Path(__file__).parent
+JOB = ["method=lora", "train.max_length=512", "train.global_batch_size=16"]
+PLANS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("512 tokens", ("micro_batch_tokens=512", "checkpointing=0")),
+    ("1024 tokens", ("micro_batch_tokens=1024", "checkpointing=0")),
+    ("4096 tokens", ("micro_batch_tokens=4096", "checkpointing=0")),
+    ("1024 tokens, 15 blocks checkpointed", ("micro_batch_tokens=1024", "checkpointing=15")),
+    ("1024 tokens, all checkpointed", ("micro_batch_tokens=1024", "checkpointing=all")),
+    ("4096 tokens, all checkpointed", ("micro_batch_tokens=4096", "checkpointing=all")),
+    ("1024 tokens, fp32", ("micro_batch_tokens=1024", "checkpointing=0", "precision=fp32")),
+    ("1024 tokens, fp32, all checkpointed", ("micro_batch_tokens=1024", "checkpointing=all", "precision=fp32")),
+    ("1024 tokens, loss in chunks of 32", ("micro_batch_tokens=1024", "checkpointing=0", "loss_chunk=32")),
+    ("1024 tokens, whole logits", ("micro_batch_tokens=1024", "checkpointing=0", "loss_chunk=0")),
+    ("1024 tokens, plain modules", ("micro_batch_tokens=1024", "checkpointing=0", "fused_ops=false")),
+    ("4 examples, padded", ("micro_batch_size=4", "checkpointing=0", "packing=false")),
+)
+WARM, TIMED = 1, 2  # steps
+
+
+def measure(model: str, settings: Sequence[str]) -> dict[str, Any]:
+    """One plan: predicted and measured seconds of the timed steps. In a process of its own."""
+    import torch
+
+    from finefit import models, session
+    from finefit.batches import FromOrder
+    from finefit.build import Optimizing, build
+    from finefit.config import load
+    from finefit.cost import seconds_per_step
+    from finefit.loop import optimizer_step
+    from finefit.run import trainable
+    from finefit.search import Question, rewrite, splits, techniques_of
+
+    words = [*JOB, "hardware.device=cpu", f"train.steps={WARM + TIMED}", *(f"memory.{setting}" for setting in settings)]
+    config = load(None, words, {"model": model, "data": "stdlib-docstrings"})
+    folder = session.model_folder(model).folder
+    data = session.read_data(config, session.tokenizer_of(folder))
+    hardware, spec = session.hardware_of(config, None), session.resolve_model(str(folder))
+    job = session.job_of(config, data)
+    steps = [data.batch(step) for step in range(1, WARM + TIMED + 1)]
+    timed = FromOrder(steps[WARM:], data.store.lengths.tolist(), data.store.labelled.tolist())
+    question = Question(spec, hardware, job, timed, session.budget_of(config, hardware))
+    ((size, tokens),) = splits(question)
+    work = timed.work(size, tokens, job.pin("packing") == "false")
+    blocks = spec.num_hidden_layers if job.pin("checkpointing") == "all" else int(job.pin("checkpointing") or 0)
+    techniques = techniques_of(question, size, tokens, work, blocks)
+    predicted = seconds_per_step(rewrite(spec, work.largest[0], techniques), work, hardware)
+    run = build(models.config_of(folder), techniques, models.fill_from(folder), torch.device("cpu"), Optimizing())
+    seconds = []
+    for rows in steps:
+        examples = [tuple(data.store[row]) for row in rows]
+        started = time.perf_counter()
+        batches = [run.collate([examples[i] for i in group]) for group in run.split([len(ids) for ids, _ in examples])]
+        optimizer_step(run, batches, trainable(run.model), 2e-4)
+        seconds.append(time.perf_counter() - started)
+    return {
+        "settings": list(settings), "predicted_s": predicted, "measured_s": sum(seconds[WARM:]) / TIMED,
+        "steps_s": seconds, "techniques": [t.describe() for t in techniques], "tokens": work.mean_tokens,
+        "hardware": hardware.to_json(), "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Pearson's correlation of the ranks; equal values share the mean of their ranks."""
+    x, y = ranks(a), ranks(b)
+    mean = (len(x) + 1) / 2
+    both = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
+    return float(both / (sum((p - mean) ** 2 for p in x) * sum((q - mean) ** 2 for q in y)) ** 0.5)
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    return [sum(other < one for other in values) + (sum(other == one for other in values) + 1) / 2 for one in values]
+
+
+def in_a_process(model: str, number: int) -> dict[str, Any]:
+    from finefit.cli import _STEADY
+
+    command = [sys.executable, __file__, "--model", model, "--one", str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **_STEADY})
+    if done.returncode:
+        raise SystemExit(f"{PLANS[number][0]} failed:\n{done.stderr[-2000:]}")
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--plans", type=int, default=len(PLANS), help="only so many of them")
+    parser.add_argument("--one", type=int, default=None, help="measure this one in this process and print it")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "cost-order-cpu.json")
+    given = parser.parse_args()
+    if given.one is not None:
+        print(json.dumps(measure(given.model, PLANS[given.one][1])))
+        return
+    rows = []
+    for number, (says, _) in enumerate(PLANS[: given.plans]):
+        rows.append({"plan": says, **in_a_process(given.model, number)})
+        print(f"{says}: predicted {rows[-1]['predicted_s']:.2f} s, measured {rows[-1]['measured_s']:.2f} s", flush=True)
+    found = spearman([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
+    print(f"Spearman's rank correlation of {len(rows)} plans: {found:.3f}")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    result = {
+        "spearman": found, "commit": commit.stdout.strip(), "job": " ".join(JOB), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+        "versions": {name: version(name) for name in ("finefit", "torch", "transformers")}, "plans": rows,
+    }  # fmt: skip
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What fits a device: for each catalogued model and method the longest sequence it could be trained on, and how fast.
+
+One example to a micro-batch, as many blocks checkpointed as needed and no more, the default settings else. Lengths are
+multiples of 512 up to the model's own positions, found by bisection: what is needed grows with the length. Torch-free:
+a model, or a method of it, that would need a trace first is told as unknown.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from . import catalog
+from .batches import Uniform
+from .coefficients import SHIPPED, is_traced
+from .search import DEFAULT_BUDGET, METHODS, Candidate, Method, Question, candidate, rewrite, techniques_of
+from .spec import HardwareSpec, JobSpec, ModelSpec
+from .techniques import Unsuitable
+from .units import parse_budget
+
+STEP = 512  # tokens
+USUAL = 2048  # the length at which speeds are compared
+EXAMPLES = 16  # of a step: train.global_batch_size where nothing is said
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The plan at one length: its bytes, its blocks that are checkpointed, its speed."""
+
+    length: int
+    needs_bytes: int
+    checkpointed: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``longest`` None: not even 512 tokens fit, or ``why`` says why it is not known. ``usual`` is at 2,048 tokens."""
+
+    model: str
+    hub_id: str
+    parameters: int
+    context: int
+    method: str
+    longest: At | None = None
+    usual: At | None = None
+    why: str = ""
+
+
+def fits(hardware: HardwareSpec, methods: Sequence[Method] = METHODS, word: str = "") -> dict[str, Any]:
+    """The device, what of it may be used, and a row for each model (with ``word`` in its name) and method."""
+    budget = parse_budget(DEFAULT_BUDGET[hardware.kind], hardware.memory_bytes)
+    rows = [asdict(_fit(model, Question(spec, hardware, JobSpec(method=method, global_batch_size=EXAMPLES),
+                                        Uniform(EXAMPLES, STEP), budget)))
+            for model, spec in _models(word) for method in methods]  # fmt: skip
+    return {
+        "device": hardware.name, "memory_bytes": hardware.memory_bytes, "budget_bytes": budget.limit_bytes,
+        "methods": list(methods), "rows": rows,
+    }  # fmt: skip
+
+
+def _models(word: str) -> Iterator[tuple[str, ModelSpec]]:
+    """Every main model of a family whose coefficients are shipped, smallest first."""
+    shipped = {path.stem for path in SHIPPED.glob("*.json")}
+    found = [
+        (name, ModelSpec.from_config(model.config, model.name))
+        for name, model, _ in catalog.main_models()
+        if model.config["model_type"] in shipped and catalog.plain_name(word) in catalog.plain_name(name)
+    ]
+    return iter(sorted(found, key=lambda row: row[1].num_parameters))
+
+
+def _fit(name: str, question: Question) -> Fit:
+    model = question.model
+    fit = Fit(name, model.name, model.num_parameters, model.max_position_embeddings, question.job.method)
+    try:
+        why = "" if _is_known(question) else "not traced yet: finefit plan traces it"
+    except Unsuitable as error:
+        why = str(error)
+    if why:
+        return replace(fit, why=why)
+    longest = _longest(question)
+    if not longest:
+        return fit
+    usual = _at(question, USUAL) if USUAL <= longest else None
+    return replace(fit, longest=_at(question, longest), usual=usual)
+
+
+def _is_known(question: Question) -> bool:
+    """Whether each graph that a plan of this question may have is at hand."""
+    work = question.batches.work(1, 0, False)
+    return is_traced(rewrite(question.model, work.largest[0], techniques_of(question, 1, 0, work, 0)))
+
+
+def _longest(question: Question) -> int:
+    """Tokens of the longest sequence that fits with every block checkpointed; 0 where none does."""
+    depth, positions = question.model.num_hidden_layers, question.model.max_position_embeddings
+
+    def does(length: int) -> bool:
+        return _candidate(question, length, depth).predicted.total_bytes <= question.budget.limit_bytes
+
+    low, high = 0, positions // STEP + 1  # of STEP tokens: low fits, high does not or has no position
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if does(middle * STEP) else (low, middle)
+    return low * STEP
+
+
+def _at(question: Question, length: int) -> At:
+    """With the fewest blocks checkpointed that fit: the peak falls with every one."""
+    low, high = -1, question.model.num_hidden_layers  # low does not fit, high does
+    found = _candidate(question, length, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = _candidate(question, length, middle)
+        if tried.predicted.total_bytes <= question.budget.limit_bytes:
+            high, found = middle, tried
+        else:
+            low = middle
+    return At(length, found.predicted.total_bytes, high, found.work.mean_real_tokens / found.seconds)
+
+
+def _candidate(question: Question, length: int, blocks: int) -> Candidate:
+    work = Uniform(EXAMPLES, length).work(1, 0, False)
+    return candidate(question, 1, 0, work, blocks)
