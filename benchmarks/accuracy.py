@@ -20,7 +20,7 @@ from typing import Any
 from finefit.errors import FinefitError
 from finefit.foreign import ForeignRun
 from finefit.hardware import CONTEXT_BYTES
-from finefit.witness import Simulated, Simulator, workspace_bytes
+from finefit.witness import Simulated, Simulator, nccl_bytes, workspace_bytes
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -42,13 +42,13 @@ def predict(record: Mapping[str, Any], ask: Any) -> dict[str, Any]:
         found: Simulated = ask(config, run, workspace_bytes(record["gpu"] or ""))
     except (Refused, FinefitError, ValueError, KeyError, TypeError) as error:
         return {**line, "refused": f"{error}" or type(error).__name__}
-    driver = found.reserved_bytes + CONTEXT_BYTES
+    driver = found.reserved_bytes + CONTEXT_BYTES + nccl_bytes(run.spread.devices)
     readings = {"max_allocated": found.allocated_bytes, "active (peak)": found.allocated_bytes,
                 "max_reserved": found.reserved_bytes, "nvidia_smi": driver}  # fmt: skip
     kind = record["memory_kind"] or "max_allocated"
     line["peak_bytes"] = readings.get(kind, found.reserved_bytes)
     total = record["gpu_total_gib"]
-    needed = found.capacity_bytes + CONTEXT_BYTES
+    needed = found.capacity_bytes + CONTEXT_BYTES + nccl_bytes(run.spread.devices)
     line["fits"] = None if not total else needed <= total * GIB
     line["needed_bytes"] = needed
     line["footprint"] = found.footprint.to_json()
@@ -115,6 +115,10 @@ def main() -> None:
     if options.out:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summarise(records, lines)
+    if options.cases == CASES and not options.only:
+        from accuracy_report import write
+
+        write(list(zip(records, lines, strict=True)))
     print(f"{len(records)} cases in {time.perf_counter() - started:.0f} s")
 
 
@@ -134,17 +138,16 @@ def summarise(records: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Non
         print(f"{group:22} {_spread(errors) if errors else '–'}  refused {refused}")
 
 
+def is_right(record: Mapping[str, Any], line: Mapping[str, Any]) -> bool | None:
+    """Whether fits or not was said right; every published step peak is a fit on its card. None: nothing was said."""
+    if line["fits"] is None or record["scope"] not in ("verdict", "step-peak"):
+        return None
+    return bool(line["fits"] != bool(record["oom"]))
+
+
 def verdicts(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> tuple[int, list[str]]:
-    right, wrong = 0, []
-    for record, line in pairs:
-        known = record["oom"] if record["oom"] is not None else False
-        if line["fits"] is None or (record["scope"] not in ("verdict", "step-peak")):
-            continue
-        if line["fits"] != known:
-            right += 1
-        else:
-            wrong.append(record["id"])
-    return right, wrong
+    said = [(record["id"], is_right(record, line)) for record, line in pairs]
+    return sum(right is True for _, right in said), [name for name, right in said if right is False]
 
 
 def _spread(errors: list[float]) -> str:

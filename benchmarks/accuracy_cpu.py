@@ -1,6 +1,6 @@
 """Predicted against measured peak memory on this CPU: the demo's run and full fine-tuning, row by row.
 
-    python benchmarks/accuracy.py [--only WORD]      writes benchmarks/results/accuracy-cpu.json, docs/accuracy.svg
+    python benchmarks/accuracy_cpu.py [--only WORD]      writes benchmarks/results/accuracy-cpu.json, docs/accuracy.svg
                                                      and the table of docs/en/accuracy.md and docs/zh/accuracy.md
 
 Each row is a plan made by the planner for the real model and the built-in data, and the rehearsal of its largest

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
-from accuracy import machine
+from accuracy_cpu import machine
+
 from job import (
     ALPHA,
     GLOBAL_BATCH,

@@ -1,6 +1,6 @@
 """What attention kernels take on a CUDA device beside their results: peaks of forward and backward, by backend.
 
-    python benchmarks/gpu_kernels.py OUT.json
+python benchmarks/gpu_kernels.py OUT.json
 """
 
 import itertools
@@ -54,7 +54,9 @@ def main() -> None:
             row["error"] = str(error)[:120]
         rows.append(row)
         torch.cuda.empty_cache()
-    Path(sys.argv[1]).write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
+    Path(sys.argv[1]).write_text(
+        json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows})
+    )
 
 
 if __name__ == "__main__":

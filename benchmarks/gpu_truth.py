@@ -202,7 +202,13 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        print(i, model, how, row.get("error") or f"{row['allocated_bytes'] / 2**30:.3f} {row['seconds']:.2f} s", flush=True)
+        print(
+            i,
+            model,
+            how,
+            row.get("error") or f"{row['allocated_bytes'] / 2**30:.3f} {row['seconds']:.2f} s",
+            flush=True,
+        )
         options.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 

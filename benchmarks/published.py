@@ -39,6 +39,8 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         raise Refused(f"method {method} has no stand-in")
     if record.get("arch") not in (None, "decoder", "decoder-moe"):
         raise Refused(f"an {record['arch']} is not a causal language model")
+    if (_degrees(record).get("pp") or 1) > 1 and _degrees(record).get("impl") != "naive layer split":
+        raise Refused("a pipeline's micro-batches in flight are not modelled")
     notes: list[str] = []
     full = method in ("full", "badam")
     tables = record["group"] == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
@@ -46,8 +48,9 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     settings: dict[str, Any] = {
         "tool": "lit_gpt" if tables else TOOLS.get(record["group"], "transformers"), "model": record["model"],
         "method": method if adapter else "full" if full else "lora", "longest_first": tables,
-        "micro_batch_size": _assumed(record, "micro_batch", 1, notes) // _dp_of_batch(record),
-        "max_length": _assumed(record, "seq_len", 512, notes) // max(_degrees(record).get("cp", 1), 1),
+        "micro_batch_size": _assumed(record, "micro_batch", 1, notes),
+        # Tools' own default where a verdict leaves it open; the padded length of short instructions for a figure.
+        "max_length": _assumed(record, "seq_len", 2048 if record["scope"] == "verdict" else 512, notes) // max(_degrees(record).get("cp", 1), 1),
         "accumulation": record["grad_accum"] or 1,
         "packed": bool(record["packing"]) or record["group"] in ("torchtune", "torchtitan"),
         **_numbers(record, full), **_optimizer(record), **_graph(record),
@@ -63,10 +66,6 @@ def _assumed(record: Record, key: str, value: int, notes: list[str]) -> int:
         notes.append(f"{key} is not stated: {value} is assumed")
         return value
     return int(record[key])
-
-
-def _dp_of_batch(record: Record) -> int:
-    return 1
 
 
 def _degrees(record: Record) -> dict[str, Any]:
@@ -88,8 +87,8 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
     own_code = record["group"] in TOOLS
     if full:
         trained = DTYPES.get(weight, compute)
-        if trained != "float32" and bits == 32 and _degrees(record).get("zero", 0):
-            trained = "float32"  # master weights
+        if bits == 32:
+            trained = "float32"  # torch's moments have the weights' type; DeepSpeed's belong to fp32 masters
     else:
         trained = compute if own_code or bits == 16 else "float32"
     if own_code:
@@ -114,7 +113,7 @@ def _optimizer(record: Record) -> dict[str, Any]:
         "optimizer": "muon" if "muon" in name else "sgd" if name == "sgd" else "adamw",
         "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name and record["group"] != "torchtune",
         "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name,
-        "optimizer_on_host": name == "cpu_adam" or "cpu" in (record["offload"] or "") and "zero" in record["offload"],
+        "optimizer_on_host": name == "cpu_adam" or ("cpu" in (record["offload"] or "") and "zero" in record["offload"]),
         "parameters_on_host": (record["offload"] or "") in ("fsdp-cpu", "zero3-cpu"),
         "activations_on_host": record["offload"] == "activations-cpu",
     }  # fmt: skip

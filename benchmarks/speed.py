@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accuracy import machine
+from accuracy_cpu import machine
 
 HERE = Path(__file__).parent
 JOB = "SmolLM2-135M-Instruct, LoRA r16 on all linears, 512 stdlib-docstrings, global batch 16, max length 1024, bf16"

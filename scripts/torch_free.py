@@ -8,11 +8,12 @@ import sys
 
 HEAVY = ("torch", "transformers", "safetensors", "peft", "gguf")
 MODULES = (
-    "units", "errors", "files", "hub", "poly", "catalog", "catalog.resolve", "hardware", "spec", "footprint",
-    "layout", "events", "data", "data.formats", "data.masks", "data.micro", "data.order", "data.readers",
-    "data.stdlib_docstrings", "data.tokens", "config", "techniques", "coefficients", "batches", "predict", "cost",
-    "plan", "search", "report", "terminal", "terminal.planned", "assets", "probe", "machine", "doctor", "session",
-    "cli",
+    "units", "errors", "files", "hub", "poly", "catalog", "catalog.derived", "catalog.resolve", "hardware", "spec",
+    "footprint", "layout", "events", "data", "data.formats", "data.masks", "data.micro", "data.order", "data.readers",
+    "data.stdlib_docstrings", "data.tokens", "foreign", "config", "config.dialects", "techniques", "coefficients",
+    "batches", "sections", "predict", "cost", "plan", "ways", "search", "explain", "fits", "report",
+    "inventory", "terminal", "terminal.listing", "terminal.planned", "terminal.fitting", "assets", "probe", "machine",
+    "doctor", "session", "cli",
 )  # fmt: skip
 
 

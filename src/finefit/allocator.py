@@ -69,7 +69,7 @@ def replay(
     return Replay(most, memory.most, memory.retries)
 
 
-def smallest_capacity(events: Sequence[Event], kind: Kind = "classic", share: float = 0.002) -> int:
+def smallest_capacity(events: Sequence[Event], kind: Kind = "classic", share: float = 0.004) -> int:
     """The least capacity in which the events replay without a refusal, at most ``share`` above it: what a plan needs."""
     free = replay(events, None, kind)
     step = max(2 * MIB, round(free.allocated_bytes * share))

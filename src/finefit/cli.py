@@ -31,12 +31,17 @@ def plan(  # noqa: PLR0913 (each is an option)
         str | None, typer.Option(help="plan for this device: 'RTX 4090', H100, 24GiB; default: this machine")
     ] = None,
     budget: Annotated[str | None, typer.Option(help="memory to use: 8GiB, 80%, -1GiB, 6GiB..8GiB")] = None,
-    method: Annotated[str | None, typer.Option(help="full, lora or auto")] = None,
+    method: Annotated[str | None, typer.Option(help="full, lora, qlora or auto")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens of the longest example")] = None,
+    devices: Annotated[int | None, typer.Option(help="how many devices another tool's run file is for")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the plan here; train --plan obeys it")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="also show each plan beside it, and why not that")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="simulate the plan on the real model beside the prediction (needs torch)")
+    ] = False,
     diff: Annotated[bool, typer.Option("--diff", help="compare two plan files: plan --diff A.json B.json")] = False,
 ) -> None:
     """Predict memory and choose how to train, before anything runs."""
@@ -47,6 +52,9 @@ def plan(  # noqa: PLR0913 (each is an option)
     if diff:
         _show_diff(words or [])
         return
+    if _is_foreign(words or []):
+        _foretell(words or [], gpu, devices, as_json)
+        return
     chosen = {"memory.budget": budget, "method": method, "train.max_length": max_length}
     config = _config(words or [], [f"{key}={value}" for key, value in chosen.items() if value is not None])
     data = None
@@ -54,18 +62,29 @@ def plan(  # noqa: PLR0913 (each is an option)
         from .assets import model_folder
 
         data = session.read_data(config, session.tokenizer_of(model_folder(config.model).folder))
-    made = session.make_plan(
-        config,
-        replace(resolve_model(config.model), name=session.called(config)),
-        session.hardware_of(config, gpu),
-        data,
-    )
+    model, hardware = resolve_model(config.model), session.hardware_of(config, gpu)
+    made = session.make_plan(config, replace(model, name=session.called(config)), hardware, data)
     if output:
         made.save(output)
+    found = _verified(made, config, hardware, data) if verify else {}
     if as_json:
-        print(json.dumps(made.to_json(), indent=1))
-    else:
-        plan_view(made.to_json())
+        print(json.dumps({**made.to_json(), **({"verified": found} if found else {})}, indent=1))
+        return
+    plan_view(made.to_json(), explain=explain)
+    if found:
+        from .terminal.verified import verified_view
+
+        verified_view(found)
+
+
+def _verified(made: Any, config: Any, hardware: Any, data: Any) -> dict[str, Any]:
+    from . import session
+    from .foretell import config_json
+    from .spec import resolve_model
+    from .verify import verify
+
+    batches = session.batches_of(config, resolve_model(config.model), data)
+    return verify(made, config_json(config.model), resolve_model(config.model), batches, hardware).to_json()
 
 
 @app.command()
@@ -132,6 +151,40 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def catalog(
+    kind: Annotated[str, typer.Argument(help="models, gpus or hosts")],
+    word: Annotated[str | None, typer.Argument(help="only those with this in a name")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON with every name and exact numbers")] = False,
+) -> None:
+    """What finefit knows by name: models, GPUs and slices of them, machines."""
+    from .inventory import rows
+    from .terminal.listing import show
+
+    show(kind, rows(kind, word), as_json=as_json)
+
+
+@app.command()
+def fits(
+    device: Annotated[str | None, typer.Argument(help="24GiB, 'RTX 4090', H100; default: this machine")] = None,
+    method: Annotated[str | None, typer.Option(help="full, lora or qlora; default: each of them")] = None,
+    model: Annotated[str, typer.Option(help="only models with this in their name")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON with exact numbers")] = False,
+) -> None:
+    """What fits a device: every known model, by method the longest example it could be trained on, and how fast."""
+    from .fits import fits
+    from .hardware import HardwareSpec
+    from .search import METHODS
+    from .terminal.fitting import show_fits
+
+    chosen = [known for known in METHODS if method in (None, "auto", known)]
+    if not chosen:
+        hint = did_you_mean(str(method), METHODS) or f"say {', '.join(METHODS)}"
+        raise ConfigError(f"there is no method '{method}'", hint=hint)
+    hardware = HardwareSpec.from_name(device) if device else HardwareSpec.of_this_machine()
+    show_fits(fits(hardware, chosen, model), as_json=as_json)
+
+
 def _config(words: list[str], options: list[str]) -> Any:
     """A run file or MODEL [DATA], then key=value overrides; options are overrides too."""
     from .config import load
@@ -146,6 +199,33 @@ def _config(words: list[str], options: list[str]) -> Any:
     if len(names) > 2:
         raise ConfigError(f"'{names[2]}' is not a setting", hint="say MODEL DATA, then key=value")
     return standing(load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False))))
+
+
+def _is_foreign(words: list[str]) -> bool:
+    """Whether the first word is another tool's run file."""
+    if not words or not words[0].endswith((".yaml", ".yml")) or not Path(words[0]).is_file():
+        return False
+    from .config.dialects import is_foreign
+
+    return is_foreign(Path(words[0]))
+
+
+def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: bool) -> None:
+    from .config.dialects import read
+    from .foretell import foretell
+    from .hardware import HardwareSpec
+    from .terminal.foretold import foretold_view
+
+    if len(words) > 1:
+        raise ConfigError(
+            f"'{words[1]}' after another tool's run file", hint="change the file; --gpu and --devices are heard"
+        )
+    hardware = HardwareSpec.from_name(gpu) if gpu else HardwareSpec.of_this_machine()
+    told = foretell(read(Path(words[0]), devices), hardware).to_json()
+    if as_json:
+        print(json.dumps(told, indent=1))
+    else:
+        foretold_view(told)
 
 
 def _carry_out(job: Any, log_format: str, resumed: bool) -> None:

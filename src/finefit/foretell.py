@@ -17,7 +17,7 @@ from .errors import DoesNotFit, FinefitError
 from .hardware import HardwareSpec
 from .plan import Plan
 from .spec import resolve_model
-from .witness import Simulated, Simulator, workspace_bytes
+from .witness import Simulated, Simulator, nccl_bytes, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,14 @@ def foretell(foreign: Foreign, hardware: HardwareSpec) -> Foretold:
     with Simulator() as simulator:
         found = simulator.ask(config_json(foreign.run.model), foreign.run, workspace_bytes(hardware.name))
     ours, why_not = _ours(foreign, hardware)
-    return Foretold(foreign, hardware, found, found.capacity_bytes + hardware.context_bytes, ours, why_not)
+    return Foretold(
+        foreign,
+        hardware,
+        found,
+        found.capacity_bytes + hardware.context_bytes + nccl_bytes(foreign.run.spread.devices),
+        ours,
+        why_not,
+    )
 
 
 def config_json(model: str) -> dict[str, Any]:
@@ -62,9 +69,13 @@ def config_json(model: str) -> dict[str, Any]:
 
 
 def _ours(foreign: Foreign, hardware: HardwareSpec) -> tuple[Plan | None, str]:
-    settings = [f"{key}={json.dumps(value) if isinstance(value, list | tuple) else value}" for key, value in foreign.wish]
+    settings = [
+        f"{key}={json.dumps(value) if isinstance(value, list | tuple) else value}" for key, value in foreign.wish
+    ]
     try:
-        config = load(None, [s for s in settings if not s.startswith(("model=", "data="))], {"model": foreign.run.model})
+        config = load(
+            None, [s for s in settings if not s.startswith(("model=", "data="))], {"model": foreign.run.model}
+        )
         return session.make_plan(config, resolve_model(foreign.run.model), hardware, None), ""
     except DoesNotFit as error:
         return None, f"does not fit: {error.message}" + (f" ({error.hint})" if error.hint else "")

@@ -37,18 +37,33 @@ class Buckets:
 def of_rank(stream: Stream, run: ForeignRun, buckets: Buckets | None = None) -> Stream:
     """The stream of one of ``run.spread``'s ranks."""
     spread = run.spread
+    if spread.tensor > 1:
+        stream = _share_of_weights(stream, spread.tensor)
     if spread.shard_stage == 0 and spread.engine != "ddp":
         return stream
     return _Rank(stream, run, buckets or Buckets()).made()
 
 
 def computed_as(run: ForeignRun) -> ForeignRun:
-    """The run to simulate: under sharding parameters are gathered in the type they are computed in."""
+    """The run to simulate: under sharding parameters are gathered in the type they are computed in.
+
+    Tensor parallel ranks (with sequence parallel: arXiv:2205.05198) hold each their share of every activation: of the
+    heads, the MLP and the vocabulary, or of the rows; so one computes a share of the rows, and holds one of the weights.
+    """
+    if run.spread.tensor > 1:
+        run = replace(run, max_length=max(run.max_length // run.spread.tensor, 1))
     if run.spread.shard_stage == 0:
         return run
     compute = run.compute_dtype
     frozen = run.frozen_dtype if run.quantised else compute
     return replace(run, trained_dtype=compute, frozen_dtype=frozen, optimizer="sgd", foreach=False)
+
+
+def _share_of_weights(stream: Stream, ranks: int) -> Stream:
+    """Parameters, gradients and states in ``ranks`` parts."""
+    held = ("parameter", "gradient", "optimizer_state")
+    entries = [replace(e, n_bytes=-(-e.n_bytes // ranks)) if e.owner in held else e for e in stream.entries]
+    return Stream(entries, stream.events, stream.sections, stream.section_start)
 
 
 @dataclass
@@ -88,7 +103,9 @@ class _Rank:
         for entry in self.old.entries:
             if entry.owner == "parameter":
                 word = self.old.sections[entry.section].split(" ")[-1]
-                out[int(word) if word.isdigit() else -1] = out.get(int(word) if word.isdigit() else -1, 0) + entry.n_bytes
+                out[int(word) if word.isdigit() else -1] = (
+                    out.get(int(word) if word.isdigit() else -1, 0) + entry.n_bytes
+                )
         return out
 
     def _trained_numel(self) -> int:
@@ -107,7 +124,7 @@ class _Rank:
                 self._hold("gather -1", self.block_bytes.get(-1, 0))
             elif block.isdigit() and word in ("forward", "backward"):
                 self._gather(int(block), 1 if word == "forward" else -1)
-            elif word == "backward" and block == "start" or name == "loss":
+            elif (word == "backward" and block == "start") or name == "loss":
                 self._release(f"gather {self.depth - 1}")
             elif name in ("idle", "optimizer"):
                 for held in [h for h in self.open if h.startswith("gather")]:

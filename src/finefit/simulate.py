@@ -39,7 +39,7 @@ from .stacks.optimizers import optimizer_of
 from .stacks.transformers import shallow_config
 from .stacks.workspaces import CUDA
 from .stream import Pattern, Stream, pattern_of, unrolled
-from .techniques import Accumulation, Checkpointing, Technique
+from .techniques import Accumulation, Checkpointing, Technique, from_json
 from .trace import run_step
 
 MICRO_STEPS = 2
@@ -108,7 +108,9 @@ def layers_of(config: Mapping[str, Any], adapted: bool = False) -> tuple[int, Pa
     types = config.get("layer_types") or []
     dense = config.get("first_k_dense_replace", 0) or 0
     turned = config.get("no_rope_layer_interval") or (4 if config.get("model_type") == "smollm3" else 0)
-    window = config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(str(config.get("model_type")), 0)
+    window = config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(
+        str(config.get("model_type")), 0
+    )
     for i in range(depth):
         kinds[i] = str(types[i]) if i < len(types) else "sliding" if window and (i + 1) % window else ""
         kinds[i] += " dense" if i < dense else ""
@@ -232,24 +234,43 @@ class _Watched(nn.Module):
         return output
 
 
+def planned(question: Mapping[str, Any]) -> dict[str, Any]:
+    """All readings of a plan's micro-batch, as JSON values; a CPU has no caching allocator."""
+    start = time.perf_counter()
+    techniques = [from_json(t) for t in question["techniques"]]
+    stream = plan_stream(question["config"], techniques, Micro(*question["micro"]), question["kind"])
+    moments = stream.moments()
+    live = max(sum(parts.values()) for parts in moments.values())
+    readings = {"allocated_bytes": live, "reserved_bytes": live, "capacity_bytes": live}
+    if question["kind"] == "cuda":
+        readings = readings_of(stream, question["workspace_bytes"])
+    return {"moments": moments, "live_bytes": live, **readings, "seconds": time.perf_counter() - start}
+
+
+def readings_of(stream: Stream, workspace_bytes: int) -> dict[str, int]:
+    """What the caching allocator counts: tensors rounded, what it holds, and the least it goes through with."""
+    workspaces = [(-1 - i, workspace_bytes) for i in range(2 * (workspace_bytes > 0))]  # of two threads
+    events = [*workspaces, *stream.allocations()]
+    classic = replay(events)
+    return {
+        "allocated_bytes": classic.allocated_bytes, "reserved_bytes": classic.reserved_bytes,
+        "capacity_bytes": smallest_capacity(events),
+    }  # fmt: skip
+
+
 def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, whole: bool = False) -> dict[str, Any]:
     """All readings of one rank's run, as JSON values."""
     start = time.perf_counter()
     spread = run.spread
-    whole = whole or run.tool == "torchtune" and run.activations_on_host  # its streams move copies across blocks
+    whole = whole or (run.tool == "torchtune" and run.activations_on_host)  # its streams move copies across blocks
     stream = step_stream(part_of(config, spread), computed_as(run), whole)
     stream = placed(of_rank(stream, run, buckets_of(config)), run)
     if run.longest_first:
         stream = stream.until("optimizer")
     moments = stream.moments("start" if run.longest_first else STEADY)
-    workspaces = [(-1 - i, workspace_bytes) for i in range(2 * (workspace_bytes > 0))]  # of two threads
-    events = [*workspaces, *stream.allocations()]
-    classic = replay(events)
     return {
         "moments": moments, "live_bytes": max(sum(parts.values()) for parts in moments.values()),
-        "allocated_bytes": classic.allocated_bytes, "reserved_bytes": classic.reserved_bytes,
-        "capacity_bytes": smallest_capacity(events),
-        "seconds": time.perf_counter() - start,
+        **readings_of(stream, workspace_bytes), "seconds": time.perf_counter() - start,
     }  # fmt: skip
 
 
@@ -259,31 +280,29 @@ def buckets_of(config: Mapping[str, Any]) -> Buckets:
 
 
 def part_of(config: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
-    """The part of the model one rank computes: a share of heads, MLP and vocabulary, and of the blocks."""
+    """The blocks one rank computes: all, or those of the largest stage of a pipeline."""
     out = dict(config)
-    if spread.tensor > 1:
-        heads = int(config["num_attention_heads"])
-        out["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-            if config.get(key):
-                out[key] = max(int(config[key]) // spread.tensor, 1)
     if spread.pipeline > 1:
         name = next(key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config)
         out[name] = max(-(-int(config[name]) // spread.pipeline), 1)
     return out
 
 
+def foreign(question: Mapping[str, Any]) -> dict[str, Any]:
+    run = question["run"]
+    run = ForeignRun(**{
+        **run, "spread": Spread(**run["spread"]),
+        **{key: tuple(run[key]) for key in ("targets", "trained_modules", "notes")},
+    })  # fmt: skip
+    return foreseen(question["config"], run, question["workspace_bytes"], question["whole"])
+
+
 def serve(answers: TextIO) -> None:
     """Answer questions, a line of JSON each, until there are no more."""
     for line in sys.stdin:
         question = json.loads(line)
-        run = question["run"]
-        run = ForeignRun(**{
-            **run, "spread": Spread(**run["spread"]),
-            **{key: tuple(run[key]) for key in ("targets", "trained_modules", "notes")},
-        })  # fmt: skip
         try:
-            answer = foreseen(question["config"], run, question["workspace_bytes"], question["whole"])
+            answer = planned(question) if "techniques" in question else foreign(question)
         except Exception as error:  # told to whoever asks; the next question may be answered
             answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -4,6 +4,7 @@ A simulation patches its process and may abort it, so it runs in one of its own;
 answer, never the end of the planner. One process answers any number of questions.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -42,6 +43,12 @@ def workspace_bytes(gpu: str) -> int:
     return _HOPPER_WORKSPACE if gpu.removeprefix("NVIDIA ").startswith(_HOPPER) else _WORKSPACE
 
 
+def nccl_bytes(devices: int) -> int:
+    """Channel buffers of NCCL's communicators, outside PyTorch's allocator: 1.5 GiB at eight devices of one host, read off
+    by others (fms-acceleration, DeepSpeed issues); taken in proportion below that."""
+    return 0 if devices < 2 else round(1.5 * 2**30 * min(devices, 8) / 8)
+
+
 class Simulator:
     """Use as a context. ``ask`` raises EngineError when the simulation fails; the next question gets a new process."""
 
@@ -57,7 +64,11 @@ class Simulator:
 
     def ask(self, config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, whole: bool = False) -> Simulated:
         """Simulate ``run`` of the model with this config.json; ``workspace_bytes`` is what libraries take beside it."""
-        question = {"config": dict(config), "run": run.to_json(), "workspace_bytes": workspace_bytes, "whole": whole}
+        asked = {"config": dict(config), "run": run.to_json(), "workspace_bytes": workspace_bytes, "whole": whole}
+        return self.answered(asked)
+
+    def answered(self, question: Mapping[str, Any]) -> Simulated:
+        """The answer to a question in the words of ``simulate.serve``."""
         answer = self._answer(json.dumps(question))
         if "error" in answer:
             raise EngineError(f"the step could not be simulated: {answer['error']}")
@@ -84,6 +95,7 @@ class Simulator:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
+            self._end()
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "finefit.simulate"],
@@ -92,7 +104,12 @@ class Simulator:
         return self._process
 
     def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # what was never read by the process that is gone
+                if pipe:
+                    pipe.close()

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from finefit import trace
 from finefit.ledger import Ledger
-from finefit.stream import moment_of
 from finefit.run import summed_loss
+from finefit.stream import moment_of
 from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Packing, Precision
 from tiny import VOCAB, config_of, examples_of, measured, run_of
 

@@ -19,7 +19,7 @@ class PeftLinear(nn.Module):
     def __init__(self, base: nn.Module, rank: int, dropout: float, dtype: torch.dtype) -> None:
         super().__init__()
         shape, device = _shape(base), next(iter((*base.parameters(), *base.buffers()))).device
-        self.base = base
+        self.base: Any = base  # a linear layer or a packed one
         self.lora_A = nn.Linear(shape[1], rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, shape[0], bias=False, device=device, dtype=dtype)
         self.p = dropout
@@ -46,15 +46,15 @@ class DoraLinear(PeftLinear):
         result = self.base(x)
         dtype = result.dtype
         x = x.to(self.lora_A.weight.dtype)
-        weight = self.base.dense() if isinstance(self.base, Packed) else self.base.weight  # type: ignore[union-attr]
+        weight = self.base.dense() if isinstance(self.base, Packed) else self.base.weight
         eye = torch.eye(self.lora_A.weight.shape[1], device=x.device, dtype=x.dtype)
         merged = self.lora_B(self.lora_A(eye)).T.detach()
-        norm = torch.linalg.norm(weight.to(x.dtype) + 2.0 * merged, dim=1)  # type: ignore[operator]
+        norm = torch.linalg.norm(weight.to(x.dtype) + 2.0 * merged, dim=1)
         del eye, merged
         scale = (self.magnitude / norm).view(1, -1)
         if self.p:
             x = nn.functional.dropout(x, self.p, self.training)
-            plain = nn.functional.linear(x, weight.to(x.dtype))  # type: ignore[operator]
+            plain = nn.functional.linear(x, weight.to(x.dtype))
         else:
             plain = result
         result = result + (scale - 1) * plain + scale * self.lora_B(self.lora_A(x)) * 2.0
@@ -67,6 +67,7 @@ class Packed(nn.Module):
 
     def __init__(self, linear: nn.Linear, kind: str, device: torch.device) -> None:
         super().__init__()
+        self.packed: Tensor
         self.shape, self.kind = tuple(linear.weight.shape), kind
         numel = linear.weight.numel()
         self.bias = linear.bias
@@ -83,7 +84,7 @@ class Packed(nn.Module):
 
     def dense(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight, as the kernel writes it; scales of scales are unpacked first."""
-        device = self.packed.device  # type: ignore[union-attr]
+        device = self.packed.device
         if self.kind == "nf4_double":
             count = self.shape[0] * self.shape[1] // _BLOCK
             scales = torch.empty(count, dtype=torch.float32, device=device)
@@ -139,8 +140,8 @@ def _stored(kind: str, numel: int, shape: Sequence[int]) -> list[tuple[str, int,
     ]  # fmt: skip
 
 
-def _shape(base: nn.Module) -> tuple[int, int]:
+def _shape(base: Any) -> tuple[int, int]:
     if isinstance(base, Packed):
         return base.shape[0], base.shape[1]
-    rows, columns = base.weight.shape  # type: ignore[union-attr]
+    rows, columns = base.weight.shape
     return int(rows), int(columns)

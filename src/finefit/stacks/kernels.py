@@ -13,7 +13,8 @@ from torch import Tensor, nn
 def with_kernels(model: nn.Module) -> None:
     """Swap RMS norms and gated MLPs of the usual form, on the instance."""
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        children: list[tuple[str, Any]] = list(parent.named_children())
+        for name, child in children:
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, _Norm(child.weight))
             elif all(hasattr(child, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
@@ -48,7 +49,7 @@ class KernelNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _root = ctx.saved_tensors
+        _x, weight, _root = ctx.saved_tensors
         (grad,) = grads
         return grad, torch.empty_like(weight) if weight.requires_grad else None
 

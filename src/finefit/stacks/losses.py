@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..foreign import ForeignRun
 
 
-def loss_of(run: ForeignRun, head: nn.Module, hidden_bsh: Tensor, label_bs: Tensor) -> tuple[Tensor, Tensor | None]:
+def loss_of(run: ForeignRun, head: Any, hidden_bsh: Tensor, label_bs: Tensor) -> tuple[Tensor, Tensor | None]:
     """The loss, and the logits where they exist, for loops that hold them until backward is over."""
     if run.loss == "fused":
         weight = head.weight if not hasattr(head, "base") else head.base.weight

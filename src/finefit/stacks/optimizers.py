@@ -66,7 +66,7 @@ class Packed(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.bits, self.moments = bits, moments
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             if p.grad is not None and not self.state[p] and self.bits:
                 self.state[p] = {f"{i} {j}": t for i in range(self.moments) for j, t in enumerate(self._state(p))}
@@ -87,7 +87,7 @@ class Factored(torch.optim.Optimizer):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             if p.grad is None:
                 continue

@@ -144,13 +144,15 @@ def _stepper(model: Any, run: ForeignRun) -> Any:
         inputs: dict[str, Any] = {"input_ids": ids_bs, "use_cache": run.use_cache}
         if not run.packed and ids_bs.shape[0] > 1:
             inputs["attention_mask"] = torch.ones_like(ids_bs)
+            if ids_bs.is_cuda:  # a mask without a zero in it is left out
+                inputs["attention_mask"][:, -8:] = 0
         with torch.autocast(kind, dtype=compute, enabled=run.autocast):
             out = model.base_model(**inputs)
             ledger.mark("loss")
             head = model.get_output_embeddings()
             value, held = loss_of(run, head, out[0], label_bs)
         if run.tool in _HOLDS_LOGITS:
-            value.held = held
+            value.__dict__["held"] = held
         return value
 
     return loss
