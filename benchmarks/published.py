@@ -95,6 +95,8 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
         trained = DTYPES.get(weight, compute) if full or not quantised else compute
         trained = compute if not full and weight in ("bf16", "fp16") else trained
     autocast = "no autocast" not in note and not own_code and trained == "float32"
+    if record["group"] == "llm-foundry":
+        autocast = False  # its low_precision_layernorm, the default, leaves autocast; all else is bf16 by FSDP
     if own_code and weight == "fp32" and compute != "float32":
         autocast, trained = True, "float32"
     return {

@@ -17,8 +17,10 @@ def _llama(h: int, f: int, depth: int, n: int, vocab: int, **more: Any) -> dict[
 
 
 def _mpt(d: int, depth: int, n: int) -> dict[str, Any]:
-    return {"model_type": "mpt", "d_model": d, "n_layers": depth, "n_heads": n, "vocab_size": 50368,
-            "expansion_ratio": 4, "max_seq_len": 65536, "tie_word_embeddings": True}  # fmt: skip
+    """MPT computes as GPT-NeoX does without its parallel residual; transformers' own MPT has no kernel for attention."""
+    return {"model_type": "gpt_neox", "hidden_size": d, "intermediate_size": 4 * d, "num_hidden_layers": depth,
+            "num_attention_heads": n, "vocab_size": 50368, "use_parallel_residual": False, "attention_bias": False,
+            "max_position_embeddings": 65536, "tie_word_embeddings": True}  # fmt: skip
 
 
 def _gpt2(d: int, depth: int, n: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def _on_meta(config: Mapping[str, Any], run: ForeignRun, depth: int) -> Any:
         try:
             model = AutoModelForCausalLM.from_config(made, attn_implementation=kind)
         except ValueError:  # a family with one attention only
-            model = AutoModelForCausalLM.from_config(made)
+            model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
     spread_evenly(model, as_linears=run.is_quantised)
     if run.fused_kernels:
         with_kernels(model)
@@ -72,6 +72,8 @@ def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, list) and len(value) == full and full != depth:
             out[key] = value[:depth]
+    if "attention_types" in config:  # GPT-Neo counts blocks by kind; global ones and windows hold the same
+        out["attention_types"] = [[["global"], depth]]
     return out
 
 
