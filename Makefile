@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check grid bench clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ check: ## format, lint, types, import contract, size budget
 	$(RUN)/lint-imports --no-logo
 	$(RUN)/python scripts/torch_free.py
 	$(RUN)/python scripts/budget.py
+
+grid: ## predicted against simulated over all 160 combinations (minutes)
+	@$(BOOT) train test
+	FINEFIT_GRID=all $(RUN)/python -m pytest tests/memory/test_simulate.py
 
 bench: ## measure finefit's own run on the benchmark's job (writes benchmarks/results)
 	@$(BOOT) train test

@@ -69,9 +69,9 @@ class Ledger(Stream, TorchDispatchMode):
         if func in self.workspaces:
             self._pass(self.workspaces[func](args, out))
         if isinstance(out, list | tuple) and args and isinstance(args[0], list | tuple):
-            self._inherit(out, args[0])
+            self.inherit(out, args[0])
         elif func in _ALIKE:
-            self._inherit([out], args[:1])
+            self.inherit([out], args[:1])
         return out
 
     def _pass(self, n_bytes: int) -> None:
@@ -82,8 +82,8 @@ class Ledger(Stream, TorchDispatchMode):
             self.entries.append(Entry(n_bytes, section, here, (n_bytes,), 1, died=here + 1, died_section=section))
             self.events += [(index, 1), (index, -1)]
 
-    def _inherit(self, made: Sequence[Any], sources: Sequence[Any]) -> None:
-        """What a multi-tensor operator makes belongs to the block of the tensor it is made from, one by one."""
+    def inherit(self, made: Sequence[Any], sources: Sequence[Any]) -> None:
+        """What is made of a tensor outside the blocks belongs to the block of that tensor, one by one."""
         if len(made) != len(sources):
             return
         for one, source in zip(made, sources, strict=True):

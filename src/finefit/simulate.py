@@ -154,8 +154,10 @@ def step(stepped: Stepped, run: ForeignRun, ledger: Ledger, device: torch.device
     _own(stepped, batch, ledger)
     with ledger, watched(stepped.blocks, ledger):
         one_step(stepped, replace(run, accumulation=1), optimizer, batch, ledger)
-        held = (t for one in optimizer for state in one.state.values() for t in state.values())
-        ledger.own((t for t in held if isinstance(t, Tensor)), "optimizer_state")
+        for p, state in ((p, state) for one in optimizer for p, state in one.state.items()):
+            held = [t for t in state.values() if isinstance(t, Tensor)]
+            ledger.own(held, "optimizer_state")
+            ledger.inherit(held, [p] * len(held))
         ledger.mark(STEADY)
         one_step(stepped, run, optimizer, batch, ledger)
         ledger.mark("end")
