@@ -82,9 +82,9 @@ def both_witnesses(model: str, name: str, length: int) -> tuple[dict[str, int], 
 
 @pytest.fixture(scope="module")
 def grid() -> dict[tuple[str, str, int], tuple[dict[str, int], dict[str, int], int, int]]:
-    """All 160 combinations with FINEFIT_GRID=all (a minute of each of two cores when they are free), else every fifth."""
+    """All 160 combinations with FINEFIT_GRID=all (a minute of each of two cores when they are free), else one in thirteen."""
     cases = [(model, name, length) for model in MODELS for name in SETS for length in LENGTHS]
-    cases = cases if os.environ.get("FINEFIT_GRID") == "all" else cases[::5]
+    cases = cases if os.environ.get("FINEFIT_GRID") == "all" else cases[::13]
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         return dict(zip(cases, pool.map(both_witnesses, *zip(*cases, strict=True), chunksize=8), strict=True))
 
@@ -108,7 +108,7 @@ RUN = ForeignRun("transformers", "m", "lora", 2, 512, rank=8, packed=True)
     "changes",
     [
         {}, {"checkpointing": "full", "accumulation": 4}, {"quantised": "nf4_double", "raised": "all", "autocast": True},
-        {"method": "full", "rank": 0, "autocast": True, "packed": False}, {"attention": "math", "loss": "kernel"},
+        {"method": "full", "rank": 0, "autocast": True, "packed": False},
         {"method": "full", "rank": 0, "optimizer_bits": 8, "trained_dtype": "bfloat16", "step_in_backward": True},
     ],
 )  # fmt: skip
@@ -128,7 +128,7 @@ def test_blocks_that_alternate_are_repeated_by_their_period() -> None:
 TRUTH = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-truth.json").read_text())
 
 
-@pytest.mark.parametrize("case", [0, 6, 9, 10, 13, 19])
+@pytest.mark.parametrize("case", [0, 10, 19])
 def test_a_simulated_step_is_what_a_gpu_measured(case: int) -> None:
     """Peak allocated within 0.3 %: an H200, PyTorch 2.11; see benchmarks/gpu_truth.py."""
     row = next(r for r in TRUTH["rows"] if r["case"] == case)
