@@ -48,7 +48,7 @@ def predict(record: Mapping[str, Any], ask: Any) -> dict[str, Any]:
     kind = record["memory_kind"] or "max_allocated"
     line["peak_bytes"] = readings.get(kind, found.reserved_bytes)
     total = record["gpu_total_gib"]
-    needed = found.capacity_bytes + CONTEXT_BYTES + nccl_bytes(run.spread.devices)
+    needed = found.needs(CONTEXT_BYTES, run.spread.devices)
     line["fits"] = None if not total else needed <= total * GIB
     line["needed_bytes"] = needed
     line["footprint"] = found.footprint.to_json()

@@ -11,7 +11,7 @@ from finefit.foreign import ForeignRun, Spread
 from finefit.foretell import config_json
 from finefit.hardware import CONTEXT_BYTES, HardwareSpec
 from finefit.units import format_bytes
-from finefit.witness import Simulator, nccl_bytes, workspace_bytes
+from finefit.witness import Simulator, workspace_bytes
 
 DOCS = Path(__file__).parent.parent / "docs"
 PURE = {"trained_dtype": "bfloat16", "frozen_dtype": "bfloat16", "optimizer_bits": 16}
@@ -59,7 +59,7 @@ def table(device: str, rows: list[tuple[str, ForeignRun]], simulator: Simulator)
         found = simulator.ask(config_json(wished.model), wished, workspace_bytes(card.name))
         moments = found.footprint.moments.values()
         parts = [max(m.get(c, 0) for m in moments) for c in ("parameter", "gradient", "optimizer_state")]
-        needed = found.capacity_bytes + CONTEXT_BYTES + nccl_bytes(wished.spread.devices)
+        needed = found.needs(CONTEXT_BYTES, wished.spread.devices)
         cells = [*map(format_bytes, parts), format_bytes(found.footprint.peak_bytes), format_bytes(needed)]
         fits = "✓" if needed <= card.memory_bytes else "✗"
         lines.append(f"| {name} | {' | '.join(cells)} | {fits} {format_bytes(card.memory_bytes)} |")

@@ -66,7 +66,7 @@ def plan(  # noqa: PLR0913 (each is an option)
     made = session.make_plan(config, replace(model, name=session.called(config)), hardware, data)
     if output:
         made.save(output)
-    found = _verified(made, config, hardware, data) if verify else {}
+    found = _verified(made, config, model, hardware, data) if verify else {}
     if as_json:
         print(json.dumps({**made.to_json(), **({"verified": found} if found else {})}, indent=1))
         return
@@ -77,14 +77,12 @@ def plan(  # noqa: PLR0913 (each is an option)
         verified_view(found)
 
 
-def _verified(made: Any, config: Any, hardware: Any, data: Any) -> dict[str, Any]:
-    from . import session
+def _verified(made: Any, config: Any, model: Any, hardware: Any, data: Any) -> dict[str, Any]:
     from .foretell import config_json
-    from .spec import resolve_model
+    from .session import batches_of
     from .verify import verify
 
-    batches = session.batches_of(config, resolve_model(config.model), data)
-    return verify(made, config_json(config.model), resolve_model(config.model), batches, hardware).to_json()
+    return verify(made, config_json(config.model), model, batches_of(config, model, data), hardware).to_json()
 
 
 @app.command()

@@ -17,7 +17,7 @@ from .errors import DoesNotFit, FinefitError
 from .hardware import HardwareSpec
 from .plan import Plan
 from .spec import resolve_model
-from .witness import Simulated, Simulator, nccl_bytes, workspace_bytes
+from .witness import Simulated, Simulator, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,8 @@ def foretell(foreign: Foreign, hardware: HardwareSpec) -> Foretold:
     """Simulate the run there, and plan the same wish here."""
     with Simulator() as simulator:
         found = simulator.ask(config_json(foreign.run.model), foreign.run, workspace_bytes(hardware.name))
-    ours, why_not = _ours(foreign, hardware)
-    return Foretold(
-        foreign,
-        hardware,
-        found,
-        found.capacity_bytes + hardware.context_bytes + nccl_bytes(foreign.run.spread.devices),
-        ours,
-        why_not,
-    )
+    needed = found.needs(hardware.context_bytes, foreign.run.spread.devices)
+    return Foretold(foreign, hardware, found, needed, *_ours(foreign, hardware))
 
 
 def config_json(model: str) -> dict[str, Any]:

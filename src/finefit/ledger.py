@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .footprint import COMPONENTS
-from .stream import Entry, Stream
+from .stream import Entry, Stream, block_of
 
 Workspace = Callable[[Sequence[Any], Any], int]
 """(arguments, result) of an operator → bytes."""
@@ -46,8 +46,7 @@ class Ledger(Stream, TorchDispatchMode):
         self._coming = ""
 
     def mark(self, name: str) -> None:
-        self.sections.append(name)
-        self.section_start.append(len(self.events))
+        self.opened(name)
         self._coming = ""
 
     def mark_at_next_birth(self, name: str) -> None:
@@ -77,10 +76,7 @@ class Ledger(Stream, TorchDispatchMode):
     def _pass(self, n_bytes: int) -> None:
         """Bytes that were there while one operator ran, beside its results."""
         if n_bytes:
-            index, section = len(self.entries), len(self.sections) - 1
-            here = len(self.events)
-            self.entries.append(Entry(n_bytes, section, here, (n_bytes,), 1, died=here + 1, died_section=section))
-            self.events += [(index, 1), (index, -1)]
+            self.died(self.born(Entry(n_bytes, 0, 0, (n_bytes,), 1)))
 
     def inherit(self, made: Sequence[Any], sources: Sequence[Any]) -> None:
         """What is made of a tensor outside the blocks belongs to the block of that tensor, one by one."""
@@ -90,8 +86,8 @@ class Ledger(Stream, TorchDispatchMode):
             if isinstance(one, Tensor) and isinstance(source, Tensor):
                 origin, entry = self.entries[self._see(source)], self.entries[self._see(one)]
                 if entry is not origin and entry.block < 0:
-                    word = self.sections[origin.section].split(" ")[-1]
-                    entry.block = int(word) if word.isdigit() else origin.block
+                    block = block_of(self.sections[origin.section])
+                    entry.block = origin.block if block is None else block
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -104,19 +100,14 @@ class Ledger(Stream, TorchDispatchMode):
             return self._live[key]
         if self._coming:
             self.mark(self._coming)
-        index, n_bytes = len(self.entries), storage.nbytes()
-        shape = tuple(tensor.shape)
-        self.entries.append(Entry(n_bytes, len(self.sections) - 1, len(self.events), shape, tensor.element_size()))
-        self.events.append((index, 1))
+        index = self.born(Entry(storage.nbytes(), 0, 0, tuple(tensor.shape), tensor.element_size()))
         self._live[key] = index
         weakref.finalize(storage, self._gone, key, index)
         return index
 
     def _gone(self, key: int, index: int) -> None:
         self._live.pop(key, None)
-        entry = self.entries[index]
-        entry.died, entry.died_section = len(self.events), len(self.sections) - 1
-        self.events.append((index, -1))
+        self.died(index)
 
 
 class NoLedger:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .foreign import ForeignRun
-from .stream import Entry, Stream
+from .stream import Stream, block_of
 
 
 def placed(stream: Stream, run: ForeignRun) -> Stream:
@@ -20,19 +20,18 @@ def placed(stream: Stream, run: ForeignRun) -> Stream:
     out = Stream(sections=[], section_start=[])
     at: dict[int, int] = {}
     for number, (name, events) in enumerate(stream.by_section()):
-        out.sections.append(name)
-        out.section_start.append(len(out.events))
+        out.opened(name)
         for i in moved.get((number, "back"), ()):
-            at[i] = _born(out, stream.entries[i])
+            at[i] = out.born(replace(stream.entries[i]))
         for i, sign in events:
             if i in away:
                 continue
             if sign > 0:
-                at[i] = _born(out, stream.entries[i])
+                at[i] = out.born(replace(stream.entries[i]))
             elif i in at:
-                _died(out, at.pop(i))
+                out.died(at.pop(i))
         for i in moved.get((number, "out"), ()):
-            _died(out, at.pop(i))
+            out.died(at.pop(i))
     return out
 
 
@@ -40,23 +39,9 @@ def _waiting(stream: Stream) -> dict[tuple[int, str], list[int]]:
     """Activations of the blocks that wait for another section: where each leaves, and where it must be back."""
     out: dict[tuple[int, str], list[int]] = {}
     for i, entry in enumerate(stream.entries):
-        born = stream.sections[entry.section].split(" ")
-        died = stream.sections[entry.died_section].split(" ") if entry.died >= 0 else [""]
-        if born[0] == "forward" and born[-1].isdigit() and died[0] == "backward" and died[-1].isdigit():
+        born, died = stream.sections[entry.section], stream.sections[entry.died_section] if entry.died >= 0 else ""
+        inside = block_of(born) is not None and block_of(died) is not None
+        if inside and born.startswith("forward") and died.startswith("backward"):
             out.setdefault((entry.section + 1, "out"), []).append(i)  # the next block has read it by then
             out.setdefault((entry.died_section, "back"), []).append(i)
     return out
-
-
-def _born(stream: Stream, entry: Entry) -> int:
-    index = len(stream.entries)
-    made = replace(entry, section=len(stream.sections) - 1, born=len(stream.events), died=-1, died_section=-1)
-    stream.entries.append(made)
-    stream.events.append((index, 1))
-    return index
-
-
-def _died(stream: Stream, index: int) -> None:
-    entry = stream.entries[index]
-    entry.died, entry.died_section = len(stream.events), len(stream.sections) - 1
-    stream.events.append((index, -1))

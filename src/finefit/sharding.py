@@ -11,11 +11,12 @@ fp32 master copies. DDP: a bucket copy of all gradients. The step was simulated 
 stored types are put right here. Streams of communication have pools of their own: not modelled.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from .foreign import ForeignRun
-from .stream import Entry, Stream
+from .stream import Entry, Stream, block_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -26,7 +27,6 @@ class Buckets:
 
     reduce: int = 500_000_000
     gather: int = 500_000_000
-    live: int = 1_000_000_000
     group: int = 1_000_000_000
 
     @classmethod
@@ -91,21 +91,19 @@ class _Rank:
 
     # Facts of the whole model
 
-    def _stored(self) -> tuple[float, float]:
-        """Bytes a trained element takes in its stored type, over those it was computed in; and of its states."""
-        compute, trained = _BYTES[self.run.compute_dtype], _BYTES[self.run.trained_dtype]
-        own_master = self.run.spread.engine == "deepspeed"
-        return (1.0 if own_master else trained / compute), trained / compute
+    def _stored(self) -> float:
+        """Bytes a trained element takes in its stored type, over those it was computed in."""
+        if self.run.spread.engine == "deepspeed":  # its masters are states
+            return 1.0
+        return _BYTES[self.run.trained_dtype] / _BYTES[self.run.compute_dtype]
 
     def _block_bytes(self) -> dict[int, int]:
         """Bytes of the parameters of each block, and of all outside the blocks at -1, as computed."""
-        out: dict[int, int] = {}
+        out: Counter[int] = Counter()
         for entry in self.old.entries:
             if entry.owner == "parameter":
-                word = self.old.sections[entry.section].split(" ")[-1]
-                out[int(word) if word.isdigit() else -1] = (
-                    out.get(int(word) if word.isdigit() else -1, 0) + entry.n_bytes
-                )
+                block = block_of(self.old.sections[entry.section])
+                out[-1 if block is None else block] += entry.n_bytes
         return out
 
     def _trained_numel(self) -> int:
@@ -116,15 +114,14 @@ class _Rank:
     # Events
 
     def _enter(self, name: str) -> None:
-        self.new.sections.append(name)
-        self.new.section_start.append(len(self.new.events))
-        word, _, block = name.rpartition(" ")
+        self.new.opened(name)
+        block = block_of(name)
         if self.stage == 3:
             if name == "forward before":
                 self._hold("gather -1", self.block_bytes.get(-1, 0))
-            elif block.isdigit() and word in ("forward", "backward"):
-                self._gather(int(block), 1 if word == "forward" else -1)
-            elif (word == "backward" and block == "start") or name == "loss":
+            elif block is not None and name.startswith(("forward", "backward")):
+                self._gather(block, 1 if name.startswith("forward") else -1)
+            elif name in ("backward start", "loss"):
                 self._release(f"gather {self.depth - 1}")
             elif name in ("idle", "optimizer"):
                 for held in [h for h in self.open if h.startswith("gather")]:
@@ -146,22 +143,22 @@ class _Rank:
 
     def _hold(self, name: str, n_bytes: int) -> None:
         if name not in self.open and n_bytes:
-            self.open[name] = self._born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="temporary"))
+            self.open[name] = self.new.born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="temporary"))
 
     def _release(self, name: str) -> None:
         index = self.open.pop(name, None)
         if index is not None:
-            self._died(index)
+            self.new.died(index)
 
     def _copy(self, name: str, events: list[tuple[int, int]]) -> None:
         whole: list[int] = []
         if name in ("idle", "optimizer"):
             while self.kept:
-                self._died(self.kept.pop())
+                self.new.died(self.kept.pop())
         for entry, sign in events:
             old = self.old.entries[entry]
             if sign > 0:
-                self.at[entry] = self._born(replace(old, n_bytes=self._size(old)))
+                self.at[entry] = self.new.born(replace(old, n_bytes=self._size(old)))
                 if old.owner == "gradient" and self.stage >= 2:
                     whole.append(entry)
             elif entry in self.at:
@@ -173,31 +170,29 @@ class _Rank:
         run = self.run
         hooked = run.spread.engine == "fsdp1" and run.method == "lora" and run.reentrant and run.checkpointing == "full"
         born = self.old.sections[old.section]
-        if hooked and name.startswith("backward") and born.startswith("forward") and born[-1].isdigit():
-            self.kept += [index, self._born(replace(old, owner="temporary"))]
+        if hooked and name.startswith("backward") and born.startswith("forward") and block_of(born) is not None:
+            self.kept += [index, self.new.born(replace(old, owner="temporary"))]
         else:
-            self._died(index)
+            self.new.died(index)
 
     def _reduce(self, whole: list[int]) -> None:
         """Whole gradients of the section become shards."""
         for entry in whole:
             old = self.old.entries[entry]
-            shard = replace(old, n_bytes=round(old.n_bytes * self.stored[0]) // self.ranks)
-            made = self._born(shard)
+            shard = replace(old, n_bytes=round(old.n_bytes * self.stored) // self.ranks)
+            made = self.new.born(shard)
             if entry in self.at:
-                self._died(self.at[entry])
+                self.new.died(self.at[entry])
                 self.at[entry] = made
             else:
-                self._died(made)
+                self.new.died(made)
 
     def _size(self, old: Entry) -> int:
-        if old.owner == "parameter" and self.stage == 3:
-            return -(-round(old.n_bytes * self._held(old)) // self.ranks)
-        return old.n_bytes
-
-    def _held(self, old: Entry) -> float:
-        """A trained parameter's stored bytes over its computed ones; frozen ones are held as they are computed."""
-        return self.stored[0] if self.run.method == "full" or "lora" in str(old.shape) else 1.0
+        """A share of a parameter in its stored type; frozen ones are held as they are computed."""
+        if old.owner != "parameter" or self.stage != 3:
+            return old.n_bytes
+        stored = self.stored if self.run.method == "full" else 1.0
+        return -(-round(old.n_bytes * stored) // self.ranks)
 
     def _update(self, events: list[tuple[int, int]]) -> None:
         """States once, the update's temporaries, then what the old update let go of."""
@@ -209,13 +204,14 @@ class _Rank:
             moments = 1 if self.run.optimizer in ("lion", "muon") else 0 if self.run.optimizer == "sgd" else 2
             n_bytes = round(numel * (master + moments * each * (not self.run.paged)))
             if n_bytes:
-                self.open["states"] = self._born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="optimizer_state"))
+                self.open["states"] = self.new.born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="optimizer_state"))
         for n_bytes in self._temporaries(numel):
-            self._died(self._born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="temporary")))
+            self.new.died(self.new.born(Entry(n_bytes, 0, 0, (n_bytes,), 1, owner="temporary")))
         for entry, sign in events:
             if sign < 0 and entry in self.at:
-                self._died(self.at.pop(entry))
-        self._release("bucket") if engine == "deepspeed" else None
+                self.new.died(self.at.pop(entry))
+        if engine == "deepspeed":
+            self._release("bucket")
 
     def _temporaries(self, numel: float) -> Iterator[int]:
         if self.run.spread.engine == "deepspeed":
@@ -225,16 +221,3 @@ class _Rank:
                 yield 2 * min(self.buckets.gather, self._trained_numel())
         elif self.run.foreach and self.run.optimizer_bits in (16, 32) and self.run.optimizer.startswith("adam"):
             yield round(numel * _BYTES[self.run.trained_dtype])
-
-    def _born(self, entry: Entry) -> int:
-        index = len(self.new.entries)
-        entry.section, entry.born = len(self.new.sections) - 1, len(self.new.events)
-        entry.died = entry.died_section = -1
-        self.new.entries.append(entry)
-        self.new.events.append((index, 1))
-        return index
-
-    def _died(self, index: int) -> None:
-        entry = self.new.entries[index]
-        entry.died, entry.died_section = len(self.new.events), len(self.new.sections) - 1
-        self.new.events.append((index, -1))

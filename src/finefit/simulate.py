@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .allocator import replay, smallest_capacity
 from .build import Optimizing, rewritten
 from .build import optimizer_of as own_optimizer
+from .catalog.configs import depth_key
 from .foreign import ForeignRun, Spread
 from .layout import Micro
 from .ledger import Ledger
 from .models import fill_empty
 from .nn.attend import standing_for
 from .placement import placed
-from .run import MicroBatch
 from .sharding import Buckets, computed_as, of_rank
 from .stacks import builder_of
 from .stacks.attention import cuda_kernels
@@ -40,7 +40,7 @@ from .stacks.transformers import shallow_config
 from .stacks.workspaces import CUDA
 from .stream import Pattern, Stream, pattern_of, unrolled
 from .techniques import Accumulation, Checkpointing, Technique, from_json
-from .trace import run_step
+from .trace import batch_of, run_step
 
 MICRO_STEPS = 2
 _UNADAPTED = 3  # LLaMA-Adapter leaves the first two blocks as they are, and the third has no neighbour alike
@@ -89,22 +89,14 @@ def plan_stream(
         with FakeTensorMode(allow_non_fake_inputs=True):
             fill_empty(run.model, run.device)
             run.optimizer = own_optimizer(run, Optimizing())
-            run_step(run, packed_batch(micro), ledger, min(steps, MICRO_STEPS))
+            run_step(run, batch_of(micro), ledger, min(steps, MICRO_STEPS))
     return _deep(ledger, pattern, shallow, depth) or plan_stream(config, techniques, micro, kind, whole=True)
-
-
-def packed_batch(micro: Micro) -> MicroBatch:
-    """A packed row of that many tokens in as few sequences of that length as make them up."""
-    bounds = (*range(0, micro.tokens, micro.longest), micro.tokens)
-    zeros, index = torch.zeros(1, micro.tokens, dtype=torch.long), torch.zeros(micro.labelled, dtype=torch.long)
-    return MicroBatch(zeros, zeros.clone(), bounds, index, index.clone(), micro.tokens)
 
 
 def layers_of(config: Mapping[str, Any], adapted: bool = False) -> tuple[int, Pattern]:
     """Depth and how its blocks repeat, from the config's own words."""
-    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    depth = int(next(config[name] for name in names if name in config))
-    kinds = ["plain" if adapted and i < _UNADAPTED else "" for i in range(depth)]
+    depth = int(config[depth_key(config)])
+    kinds = ["" for _ in range(depth)]
     types = config.get("layer_types") or []
     dense = config.get("first_k_dense_replace", 0) or 0
     turned = config.get("no_rope_layer_interval") or (4 if config.get("model_type") == "smollm3" else 0)
@@ -113,6 +105,7 @@ def layers_of(config: Mapping[str, Any], adapted: bool = False) -> tuple[int, Pa
     )
     for i in range(depth):
         kinds[i] = str(types[i]) if i < len(types) else "sliding" if window and (i + 1) % window else ""
+        kinds[i] += " unadapted" if adapted and i < _UNADAPTED else ""
         kinds[i] += " dense" if i < dense else ""
         kinds[i] += " unturned" if turned and (i + 1) % turned == 0 else ""
     return depth, pattern_of(kinds)
@@ -285,7 +278,7 @@ def part_of(config: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
     """The blocks one rank computes: all, or those of the largest stage of a pipeline."""
     out = dict(config)
     if spread.pipeline > 1:
-        name = next(key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config)
+        name = depth_key(config)
         out[name] = max(-(-int(config[name]) // spread.pipeline), 1)
     return out
 

@@ -35,6 +35,24 @@ class Stream:
     sections: list[str] = field(default_factory=lambda: ["start"])
     section_start: list[int] = field(default_factory=lambda: [0])
 
+    def opened(self, section: str) -> None:
+        """What follows belongs to a new section of that name."""
+        self.sections.append(section)
+        self.section_start.append(len(self.events))
+
+    def born(self, entry: Entry) -> int:
+        """Take the entry in, alive from here on; its index."""
+        index = len(self.entries)
+        entry.section, entry.born, entry.died, entry.died_section = len(self.sections) - 1, len(self.events), -1, -1
+        self.entries.append(entry)
+        self.events.append((index, 1))
+        return index
+
+    def died(self, index: int) -> None:
+        entry = self.entries[index]
+        entry.died, entry.died_section = len(self.events), len(self.sections) - 1
+        self.events.append((index, -1))
+
     def component(self, entry: Entry) -> str:
         """What was born in a forward section and outlived it is an activation, what died where it was born temporary."""
         if entry.owner:
@@ -90,6 +108,12 @@ def moment_of(section: str) -> str:
     """The moment a section belongs to: its first word, in the names of ``footprint.MOMENTS``."""
     words = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step"}
     return words.get(section.split(" ")[0], "")
+
+
+def block_of(section: str) -> int | None:
+    """The decoder block a section is of, None outside the blocks."""
+    word = section.rpartition(" ")[2]
+    return int(word) if word.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +182,15 @@ class _Unroller:
 
     def _section(self, name: str, events: list[tuple[int, int]], copy: int) -> None:
         group = self._group(name)
-        self.new.sections.append(self._renamed(name, copy))
-        self.new.section_start.append(len(self.new.events))
+        self.new.opened(self._renamed(name, copy))
         for entry, sign in events:
             for one, which in self._targets(entry, group, copy):
                 if sign > 0:
-                    self._born(one, which)
+                    old = self.old.entries[one]
+                    made = Entry(old.n_bytes, 0, 0, old.shape, old.itemsize, old.owner)
+                    self.at[one, which] = self.new.born(made)
                 else:
-                    self._died(one, which)
+                    self.new.died(self.at.pop((one, which)))
 
     def _targets(self, entry: int, group: int | None, copy: int) -> list[tuple[int, int]]:
         """(old entry, copy) that an event stands for, in the section of ``group`` and its ``copy``."""
@@ -186,24 +211,9 @@ class _Unroller:
         first = self.copies - 1 if self.new.sections[-1].startswith("backward") else 0
         return [(entry, -1)] if copy == first else []  # of the whole model: it happens once
 
-    def _born(self, entry: int, copy: int) -> None:
-        key = (entry, copy)
-        old = self.old.entries[entry]
-        index = len(self.new.entries)
-        self.at[key] = index
-        section, here = len(self.new.sections) - 1, len(self.new.events)
-        self.new.entries.append(Entry(old.n_bytes, section, here, old.shape, old.itemsize, old.owner))
-        self.new.events.append((index, 1))
-
-    def _died(self, entry: int, copy: int) -> None:
-        index = self.at.pop((entry, copy))
-        made = self.new.entries[index]
-        made.died, made.died_section = len(self.new.events), len(self.new.sections) - 1
-        self.new.events.append((index, -1))
-
     def _group(self, section: str) -> int | None:
-        word = section.split(" ")[-1]
-        return self.pattern.group(int(word))[0] if word.isdigit() else None
+        block = block_of(section)
+        return None if block is None else self.pattern.group(block)[0]
 
     def _home_of(self, entry: Entry) -> int | None:
         group = self._group(self.old.sections[entry.section])
@@ -212,15 +222,19 @@ class _Unroller:
         return group
 
     def _renamed(self, name: str, copy: int) -> str:
-        word, _, block = name.rpartition(" ")
-        if not block.isdigit():
+        block = block_of(name)
+        if block is None:
             return name
-        group, place = self.pattern.group(int(block))
+        group, place = self.pattern.group(block)
         if group > _UNIT:
             group += self.copies - 1
         elif group == _UNIT:
             group += copy
-        return f"{word} {self.pattern.prefix + group * self.pattern.period + place}" if group >= 0 else name
+        return (
+            f"{name.rpartition(' ')[0]} {self.pattern.prefix + group * self.pattern.period + place}"
+            if group >= 0
+            else name
+        )
 
     def _alike(self) -> dict[int, int]:
         """Entries of the unit's neighbours to the unit's own that were born as the same, by order of birth."""
@@ -228,10 +242,10 @@ class _Unroller:
         visits: dict[str, int] = {}
         for name, events in self.old.by_section():
             visits[name] = visits.get(name, 0) + 1
-            word, _, block = name.rpartition(" ")
-            if block.isdigit():
-                group, place = self.pattern.group(int(block))
-                key = (word, visits[name], group, place)
+            block = block_of(name)
+            if block is not None:
+                group, place = self.pattern.group(block)
+                key = (name.rpartition(" ")[0], visits[name], group, place)
                 order[key] = [entry for entry, sign in events if sign > 0]
         out: dict[int, int] = {}
         for (word, visit, group, place), entries in order.items():

@@ -9,7 +9,7 @@ A second trace at other sizes must equal the polynomials to the byte (``check``)
 Declines models whose blocks differ (they are traced at the real config), and what kernels hold inside one operator.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from . import models
 from .build import Optimizing, optimizer_of, rewritten
 from .files import write_atomically
+from .layout import Micro
 from .ledger import Ledger, block_marks
 from .poly import Poly, dominates, plus, times, value
 from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
@@ -81,13 +82,11 @@ def config_for(family: str, sizes: Mapping[str, int], flags: Mapping[str, Any]) 
     return AutoConfig.for_model(family, **{**common, **_KINDS.get(family, {}), **flags})
 
 
-def batch_of(sizes: Mapping[str, int]) -> MicroBatch:
-    """A packed row of T tokens, its longest sequence S, L of them labelled; values do not matter."""
-    t, s, labelled = sizes["T"], sizes["S"], sizes["L"]
-    bounds = (0, s, t) if t > s else (0, t)
-    zeros = torch.zeros(1, t, dtype=torch.long)
-    index = torch.zeros(labelled, dtype=torch.long)
-    return MicroBatch(zeros, zeros.clone(), bounds, index, index.clone(), t)
+def batch_of(micro: Micro) -> MicroBatch:
+    """A packed row of that many tokens, in sequences of the longest's length and one of the rest; values do not matter."""
+    bounds = (*range(0, micro.tokens, micro.longest), micro.tokens)
+    zeros, index = torch.zeros(1, micro.tokens, dtype=torch.long), torch.zeros(micro.labelled, dtype=torch.long)
+    return MicroBatch(zeros, zeros.clone(), bounds, index, index.clone(), micro.tokens)
 
 
 def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) -> None:
@@ -128,7 +127,7 @@ def traced(config: Any, techniques: Sequence[Technique], sizes: Mapping[str, int
     with FakeTensorMode(allow_non_fake_inputs=True):
         models.fill_empty(run.model, run.device)
         run.optimizer = optimizer_of(run, Optimizing())
-        run_step(run, batch_of(sizes), ledger)
+        run_step(run, batch_of(Micro(sizes["T"], sizes["S"], sizes["L"])), ledger)
     return ledger
 
 
@@ -142,11 +141,11 @@ def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
     gradients = sum(entry.owner == "gradient" for entry in ledger.entries)
     reader = _Reader({**sizes, "P": gradients})
     found: list[Section] = []
-    for name, deltas in _by_section(ledger):
+    for name, events in ledger.by_section():
         now: dict[str, Poly] = {}
         landmarks: list[dict[str, Poly]] = []
         late: dict[str, dict[str, Poly]] = {}
-        for entry, sign in deltas:
+        for entry, sign in ((ledger.entries[i], sign) for i, sign in events):
             component = ledger.component(entry)
             if component not in TRACED:
                 continue
@@ -175,13 +174,6 @@ def _is_late(born: str, died: str) -> bool:
 
 def _without_empty(parts: Mapping[str, Poly]) -> dict[str, Poly]:
     return {component: poly for component, poly in parts.items() if poly}
-
-
-def _by_section(ledger: Ledger) -> Iterator[tuple[str, list[tuple[Entry, int]]]]:
-    starts = [*ledger.section_start, len(ledger.events)]
-    for i, name in enumerate(ledger.sections):
-        events = ledger.events[starts[i] : starts[i + 1]]
-        yield name, [(ledger.entries[index], sign) for index, sign in events]
 
 
 def _undominated(landmarks: list[dict[str, Poly]]) -> list[dict[str, Poly]]:
@@ -236,9 +228,9 @@ def check(found: Sequence[Mapping[str, Any]], ledger: Ledger, at: Mapping[str, i
     """Every section's end and highest point at other sizes equal the polynomials, to the byte."""
     sizes = {**derived(at), "P": sum(entry.owner == "gradient" for entry in ledger.entries)}
     numbers: list[tuple[str, int, int]] = []
-    for name, deltas in _by_section(ledger):
+    for name, events in ledger.by_section():
         now = top = 0
-        for entry, sign in deltas:
+        for entry, sign in ((ledger.entries[i], sign) for i, sign in events):
             late = sign < 0 and _is_late(ledger.sections[entry.section], name)
             if ledger.component(entry) in TRACED and not late:
                 now += sign * entry.n_bytes

@@ -37,6 +37,10 @@ class Simulated:
     """The smallest capacity in which the run goes through."""
     seconds: float
 
+    def needs(self, context_bytes: int, devices: int) -> int:
+        """The smallest memory of a device on which it goes through: context and communicators beside the allocator."""
+        return self.capacity_bytes + context_bytes + nccl_bytes(devices)
+
 
 def workspace_bytes(gpu: str) -> int:
     """What cuBLAS keeps for each of the two threads of a step, on the device of this name."""

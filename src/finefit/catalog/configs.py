@@ -94,6 +94,11 @@ def _is_covered(entry: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     return bool(entry)
 
 
+def depth_key(config: Mapping[str, Any]) -> str:
+    """How this config.json calls its number of blocks; the usual word where it does not say."""
+    return next((key for key in _LAYER_KEYS if key in config), _LAYER_KEYS[0])
+
+
 def _built(text: Mapping[str, Any], family: str, name: str) -> dict[str, Any]:
     """Rows and sizes as transformers builds this config; without torch no rows: it is read as llama-shaped."""
     for key in _LAYER_KEYS:

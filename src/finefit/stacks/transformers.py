@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..catalog.configs import depth_key
 from ..foreign import ForeignRun
 from ..ledger import Ledger, NoLedger
 from ..models import fill_empty
@@ -65,10 +66,9 @@ def _on_meta(config: Mapping[str, Any], run: ForeignRun, depth: int) -> Any:
 
 def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """The config with ``depth`` blocks; lists of one entry a block are cut."""
-    name = next((key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config), "")
+    name = depth_key(config)
     full = config.get(name, depth)
-    out = dict(config)
-    out[name or "num_hidden_layers"] = depth
+    out = {**config, name: depth}
     for key, value in config.items():
         if isinstance(value, list) and len(value) == full and full != depth:
             out[key] = value[:depth]
