@@ -47,11 +47,11 @@ def measure(model: str, settings: Sequence[str]) -> dict[str, Any]:
     from finefit import models, session
     from finefit.batches import FromOrder
     from finefit.build import Optimizing, build
+    from finefit.candidates import Question, rewrite, splits, techniques_of
     from finefit.config import load
     from finefit.cost import seconds_per_step
     from finefit.loop import optimizer_step
     from finefit.run import trainable
-    from finefit.search import Question, rewrite, splits, techniques_of
 
     words = [*JOB, "hardware.device=cpu", f"train.steps={WARM + TIMED}", *(f"memory.{setting}" for setting in settings)]
     config = load(None, words, {"model": model, "data": "stdlib-docstrings"})

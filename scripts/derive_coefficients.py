@@ -9,8 +9,8 @@ import contextlib
 import sys
 
 from finefit import catalog, coefficients
+from finefit.candidates import rewrite
 from finefit.layout import Micro
-from finefit.search import rewrite
 from finefit.spec import ModelSpec
 from finefit.techniques import FusedLoss, FusedOps, Lora, Precision, QuantizedBase, Technique, Unsuitable
 from finefit.trace import main as trace

@@ -6,7 +6,7 @@ nobody has shown: every example as long as allowed. Torch-free.
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .data.micro import split, width
@@ -36,6 +36,9 @@ class Batches(Protocol):
     def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
         """``max_tokens`` 0 is no limit; ``padded`` micro-batches are rectangles."""
 
+    def among(self, ranks: int) -> "Batches":
+        """What one of so many data-parallel ranks has: each of their shares of a batch counts as a batch."""
+
     @property
     def longest(self) -> int: ...
 
@@ -58,6 +61,10 @@ class FromOrder:
     @property
     def most_tokens(self) -> int:
         return max(sum(self.widths[row] for row in step) for step in self.steps)
+
+    def among(self, ranks: int) -> "FromOrder":
+        shares = [step[rank::ranks] for step in self.steps for rank in range(ranks)]
+        return FromOrder([share for share in shares if share], self.lengths, self.labelled)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as one planning)
     def work(self, max_sequences: int, max_tokens: int, padded: bool) -> Work:
@@ -99,6 +106,9 @@ class Uniform:
     examples: int
     length: int
     labelled_share: float = 1.0
+
+    def among(self, ranks: int) -> "Uniform":
+        return replace(self, examples=-(-self.examples // ranks))
 
     @property
     def longest(self) -> int:

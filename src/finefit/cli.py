@@ -170,9 +170,9 @@ def fits(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON with exact numbers")] = False,
 ) -> None:
     """What fits a device: every known model, by method the longest example it could be trained on, and how fast."""
+    from .candidates import METHODS
     from .fits import fits
     from .hardware import HardwareSpec
-    from .search import METHODS
     from .terminal.fitting import show_fits
 
     chosen = [known for known in METHODS if method in (None, "auto", known)]

@@ -2,8 +2,8 @@
 
 Counts matrix products (forward, both backward products where the weight trains, recomputation), attention, the head on
 labelled tokens, low-rank updates, quantised weights brought back, the optimizer's memory traffic and a fixed cost per
-micro-batch. Good for ranking
-plans on one device; absolute values are as good as the rates.
+micro-batch; over several devices also what they send each other and wait for (``traffic``). Good for ranking plans;
+absolute values are as good as the rates.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .batches import Work
 from .layout import Layout
 from .spec import HardwareSpec
+from .traffic import with_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,19 @@ _DEQUANTISED_BYTES, _DEQUANTISED_CALLS = {4: 25, 8: 15}, 12
 
 
 def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
-    """Seconds of one optimizer step with the mean work of the run."""
+    """Seconds of one optimizer step with the mean work of the run, of one rank's share of it."""
+    ranks = layout.ranks
+    busy = _blocks_s(layout, work, hardware) / (ranks.tensor * ranks.stages)
+    updated = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) * 7
+    shards = ranks.shards if ranks.stage else 1
+    update = updated / (shards * ranks.stages) / hardware.bandwidth_bytes_per_s
+    if ranks.devices == 1:
+        return busy + update
+    return with_traffic(busy, layout, work, hardware) + update
+
+
+def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
+    """Seconds of forward and backward on one device."""
     on = _ON[hardware.kind]
     rows = work.mean_tokens / max(work.mean_steps, 1e-9)
     rate = hardware.flops_per_s(_dtype(layout)) * on.peak_share * rows / (rows + on.half_rows)
@@ -44,10 +57,10 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     again = layout.checkpointed / depth
     products = _linear_flops(layout, again) * work.mean_tokens + _head_flops(layout, work)
     attention = 2 * layout.model.q_width * work.mean_square * depth * (1 + again + 2.5) / on.attention_share
-    calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s
+    # a tensor-parallel rank makes as many calls as a device alone
+    calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.ranks.tensor
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
-    updated = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) * 7
-    traffic = (moved + updated) / hardware.bandwidth_bytes_per_s
+    traffic = moved / hardware.bandwidth_bytes_per_s
     return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
 
 
@@ -71,6 +84,7 @@ def _linear_flops(layout: Layout, again: float) -> float:
     """Floating-point operations of the blocks' linears for one token."""
     linears = [g for g in layout.groups if g.role in _MULTIPLIED and g.name.startswith("block.")]
     base = sum(g.numel * g.count * _met_share(layout, g.role) for g in linears if "lora_" not in g.name)
+    base *= layout.ranks.tensor  # a rank's groups are its part
     adapters = sum(g.numel * g.count for g in linears if "lora_" in g.name)
     trains = any(g.trainable for g in linears if "lora_" not in g.name)
     passes = 2 + trains + again

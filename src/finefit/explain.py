@@ -10,9 +10,12 @@ from dataclasses import replace
 from typing import Literal, cast, get_args
 
 from .batches import Work
+from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, splits, techniques_of
 from .coefficients import is_traced
+from .meshes import meshes, ranks_of
 from .plan import Neighbour, Plan, Verdict
-from .search import METHODS, SLOWER, Candidate, Method, Question, best_of, candidate, rewrite, splits, techniques_of
+from .ranks import Ranks
+from .search import SLOWER, best_of, best_over
 from .techniques import Accumulation, Checkpointing, Precision, Unsuitable
 from .units import format_bytes
 
@@ -24,8 +27,12 @@ _QUALITY = "a choice of quality, so yours"
 def explained(question: Question, plan: Plan) -> Plan:
     """``plan``, the answer to ``question``, with its neighbours and with why it stops where it does."""
     asked = replace(question, job=replace(question.job, method=cast(Method, plan.method)))
+    asked = asked.over(ranks_of(plan.techniques))
     beside = _Beside(asked, plan)
-    near = (*beside.blocks(), *beside.sizes(), *beside.without(), *beside.precisions(), *_methods(question, plan))
+    near = (
+        *beside.blocks(), *beside.sizes(), *beside.meshes(question), *beside.without(), *beside.precisions(),
+        *_methods(question, plan),
+    )  # fmt: skip
     return replace(plan, neighbours=tuple(near), reasons=(*plan.reasons, *_enough(question, plan, beside)))
 
 
@@ -40,8 +47,9 @@ def _enough(question: Question, plan: Plan, beside: "_Beside") -> Iterator[str]:
     uses = f"{format_bytes(plan.predicted.total_bytes)} of {limit}"
     if question.job.pin("checkpointing") is None:
         if beside.k:
-            less = format_bytes(beside.at(beside.k - 1).predicted.total_bytes)
-            yield f"checkpointing {beside.k} of {depth} blocks is enough: {uses}; {beside.k - 1} would need {less}"
+            fewer = max(beside.k - beside.question.ranks.stages, 0)  # every stage of a pipeline one less
+            less = format_bytes(beside.at(fewer).predicted.total_bytes)
+            yield f"checkpointing {beside.k} of {depth} blocks is enough: {uses}; {fewer} would need {less}"
         else:
             yield f"no block has to be checkpointed: {uses}"
     whole = question.hardware.memory_bytes
@@ -51,7 +59,7 @@ def _enough(question: Question, plan: Plan, beside: "_Beside") -> Iterator[str]:
 
 def judged(candidate: Candidate, plan: Plan, limit: int) -> tuple[Verdict, str]:
     """What keeps ``candidate`` from being the plan, by its own numbers."""
-    total, speed = candidate.predicted.total_bytes, candidate.work.mean_real_tokens / candidate.seconds
+    total, speed = candidate.predicted.total_bytes, candidate.tokens_per_s
     if total > limit:
         return "too large", f"needs {format_bytes(total)} of {format_bytes(limit)}"
     more, against = total - plan.predicted.total_bytes, f"{speed:,.0f} against {plan.tokens_per_s:,.0f} tokens/s"
@@ -101,6 +109,15 @@ class _Beside:
                 most = f"{tokens} tokens" if tokens else f"{size} examples"
                 yield self._judged(f"a {word} micro-batch, {most}", found, fixed)
 
+    def meshes(self, whole: Question) -> Iterator[Neighbour]:
+        """The devices divided otherwise in one degree, each with the best it would do; ``whole`` is not divided yet."""
+        job, chosen = replace(whole.job, method=cast(Method, self.plan.method)), self.question.ranks
+        for ranks in meshes(whole.hardware, job.global_batch_size):
+            if not _is_near(ranks, chosen):
+                continue
+            if found := best_over(replace(whole, job=job), ranks, self.limit):
+                yield self._judged(ranks.says(), found, "")
+
     def without(self) -> Iterator[Neighbour]:
         """One of the techniques that are on unless switched off, off."""
         for name, pin in _OFF:
@@ -140,7 +157,16 @@ class _Beside:
         verdict, why = judged(found, self.plan, self.limit)
         if fixed:
             verdict, why = "not allowed", f"{fixed}; it {why}"
-        return Neighbour(says, verdict, why, found.predicted.total_bytes, found.work.mean_real_tokens / found.seconds)
+        return Neighbour(says, verdict, why, found.predicted.total_bytes, found.tokens_per_s)
+
+
+def _is_near(ranks: Ranks, chosen: Ranks) -> bool:
+    """Differs in what is divided among data-parallel ranks, or in one degree of the other two and nothing else."""
+    degrees = ((ranks.tensor, chosen.tensor), (ranks.stages, chosen.stages))
+    if all(one == other for one, other in degrees):
+        return ranks != chosen
+    near = all(one in (other // 2, other, other * 2) for one, other in degrees)
+    return near and sum(one != other for one, other in degrees) == 1 and ranks.stage == chosen.stage
 
 
 def _methods(question: Question, plan: Plan) -> Iterator[Neighbour]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from . import catalog
 from .batches import Uniform
+from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, techniques_of
 from .coefficients import SHIPPED, is_traced
-from .search import DEFAULT_BUDGET, METHODS, Candidate, Method, Question, candidate, rewrite, techniques_of
+from .search import DEFAULT_BUDGET
 from .spec import HardwareSpec, JobSpec, ModelSpec
 from .techniques import Unsuitable
 from .units import parse_budget
@@ -116,7 +117,7 @@ def _at(question: Question, length: int) -> At:
             high, found = middle, tried
         else:
             low = middle
-    return At(length, found.predicted.total_bytes, high, found.work.mean_real_tokens / found.seconds)
+    return At(length, found.predicted.total_bytes, high, found.tokens_per_s)
 
 
 def _candidate(question: Question, length: int, blocks: int) -> Candidate:

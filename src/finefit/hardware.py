@@ -70,6 +70,13 @@ class HardwareSpec:
         rates = dict(self.matmul_flops_per_s)
         return rates.get(dtype) or rates["float32"]
 
+    @property
+    def says(self) -> str:
+        """The name, with how many there are: of devices, or of machines where the name is a machine's."""
+        is_machine = f"{self.count // self.nodes} x " in self.name
+        times = self.nodes if is_machine else self.count
+        return self.name if times == 1 else f"{times} x {self.name}"
+
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `from_json` reads it back equal."""
         return {**dataclasses.asdict(self), "matmul_flops_per_s": dict(self.matmul_flops_per_s)}

@@ -3,9 +3,10 @@
 Techniques rewrite it on paper; ``predict.footprint`` is its only reader of bytes. It computes none itself.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
+from .ranks import Ranks
 from .spec import ModelSpec, Parameter, Role
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
@@ -53,9 +54,16 @@ class Layout:
     """Bytes beside the parameters while a weight is loaded that is not kept as it is stored."""
     state_tensors: int = 2
     """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """How it is divided over devices; bytes are of one of them."""
 
     def with_word(self, word: str) -> Self:
         return replace(self, graph=(*self.graph, word))
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the stage that has most."""
+        return -(-self.model.num_hidden_layers // self.ranks.stages)
 
 
 def layout_of(model: ModelSpec, micro: Micro) -> Layout:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .batches import Batches
+from .candidates import judged, rewrite
 from .config import Config
 from .errors import ConfigError, DoesNotFit
 from .footprint import Footprint
+from .meshes import ranks_of
 from .plan import Plan
 from .predict import footprint
-from .search import judged, rewrite
 from .spec import HardwareSpec, ModelSpec
 from .techniques import Accumulation, Technique, Unsuitable
 from .units import format_bytes
@@ -42,6 +43,9 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
         contradictions.insert(0, f"it is for {plan.model}, the model is {model.name}")
     if contradictions:
         raise ConfigError("the plan is of another run: " + "; ".join(contradictions), hint=AGAIN)
+    if (devices := ranks_of(plan.techniques).devices) > 1:
+        hint = "make one for one device: finefit plan MODEL DATA -o FILE"
+        raise ConfigError(f"the plan is for {devices} devices, and this version trains on one", hint=hint)
     work = wish.batches.work(*_limits(plan))
     techniques: tuple[Technique, ...] = tuple(
         replace(t, most_steps=work.most_steps) if isinstance(t, Accumulation) else t for t in plan.techniques
@@ -60,7 +64,7 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
         raise DoesNotFit(f"with this data the plan needs {needs}, the budget is {budget}", hint=AGAIN)
     return replace(
         plan, techniques=techniques, predicted=predicted, global_batch_size=wish.examples, budget_bytes=limit, seconds_per_step=seconds,
-        gradient_accumulation_steps=work.most_steps, tokens_per_s=work.mean_real_tokens / seconds,
+        gradient_accumulation_steps=work.most_steps, tokens_per_s=made.tokens_per_s,
         neighbours=(),  # they were judged for other batches
     )  # fmt: skip
 

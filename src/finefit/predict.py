@@ -1,34 +1,41 @@
 """Layout to footprint: states by arithmetic, activations by traced coefficients, the peak by walking one step.
 
 The walk goes through the step's sections (embedding, blocks, loss, backward, update) with what is alive at each start;
-a moment's figure is the highest landmark in it. Torch-free; about a tenth of a millisecond.
+a moment's figure is the highest landmark in it. Torch-free; about a tenth of a millisecond. Of several devices it is the
+one that needs most; what dividing the run adds to its sections is ``divided``'s.
 
 Symbols: as in ``poly``.
 """
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from .coefficients import sections_for
+from .divided import Divided, Part, parts
 from .footprint import Footprint
-from .layout import Layout, Micro
+from .layout import Layout, Micro, ParamGroup
 from .sections import Section, numbers
 from .spec import HardwareSpec
+from .witness import nccl_bytes
 
 QUERY_BLOCK = 128  # rows of one attention block: nn.attention.QUERY_BLOCK
 _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step"}
 
 
 def states(layout: Layout) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer states, to the byte."""
-    parameter = sum(g.numel * g.count * g.bits // 8 for g in layout.groups)
+    """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
+    stage, shards = layout.ranks.stage, layout.ranks.shards
+
+    def held(group: ParamGroup, since: int) -> int:
+        return (-(-group.numel // shards) if stage >= since else group.numel) * group.count * group.bits // 8
+
     trained = [g for g in layout.groups if g.trainable]
-    gradient = sum(g.numel * g.count * g.bits // 8 for g in trained)
     step_counts = 4 * sum(g.count for g in trained)  # one fp32 scalar a tensor
     return {
-        "parameter": parameter,
-        "gradient": gradient,
-        "optimizer_state": layout.state_tensors * gradient + step_counts,
+        "parameter": sum(held(g, 2) for g in layout.groups),
+        "gradient": sum(held(g, 2) for g in trained),
+        "optimizer_state": layout.state_tensors * sum(held(g, 1) for g in trained) + step_counts,
     }
 
 
@@ -50,33 +57,40 @@ def sizes_of(layout: Layout) -> dict[str, float]:
 
 
 def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint:
-    """Bytes by component at each moment of a steady step's largest micro-batch."""
+    """Bytes by component at each moment of a steady step's largest micro-batch, on the device that needs most."""
+    found = [_of_device(part, hardware) for part in parts(layout)]
+    return max(found, key=lambda f: f.peak_bytes)
+
+
+def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
+    layout = part.layout
     fixed = states(layout)
-    itinerary = list(_itinerary(layout))
-    walk = _Walk(layout, fixed, itinerary)
+    itinerary = list(_itinerary(part))
+    walk = _Walk(part, fixed, itinerary)
     for name, kind, times in itinerary:
         walk.through(name, kind, times)
     held = {**fixed, "activation": 0, "temporary": 0}
     largest = max((g.numel * g.bits // 8 for g in layout.groups), default=0)
     walk.best["load"] = {"parameter": fixed["parameter"], "temporary": max(largest, layout.in_flight)}
     walk.best["save"] = {c: n for c, n in held.items() if n and c != "gradient"}
-    reserved = hardware.context_bytes if hardware else 0
+    reserved = hardware.context_bytes + nccl_bytes(layout.ranks.devices) if hardware else 0
     return Footprint("predicted", walk.best, reserved)
 
 
-def _itinerary(layout: Layout) -> Iterator[tuple[str, str, int]]:
+def _itinerary(part: Part) -> Iterator[tuple[str, str, int]]:
     """(section, kind of graph, how often) in the order of a step. The first ``checkpointed`` blocks are so."""
-    depth, k = layout.model.num_hidden_layers, layout.checkpointed
+    depth, k = part.layout.depth, part.checkpointed
     outer = "checkpointed" if k == depth else "plain"
     middle = [("checkpointed", max(0, min(k, depth - 1) - 1)), ("plain", max(0, depth - 1 - max(k, 1)))]
     first = "checkpointed" if k else "plain"
-    yield "forward before", first, 1
+    if part.is_first:
+        yield "forward before", first, 1
     yield "forward 0", first, 1
     for kind, times in middle:
         yield "forward 1", kind, times
     if depth > 1:
         yield "forward 2", outer, 1
-    for name in ("forward after", "loss", "backward start"):
+    for name in ("forward after", "loss", "backward start") if part.is_last else ():
         yield name, outer, 1
     if depth > 1:
         yield "backward 2", outer, 1
@@ -96,12 +110,15 @@ def _place(name: str) -> tuple[str, str]:
 class _Walk:
     """Live bytes by component while the sections pass, and the highest composition of each moment."""
 
-    def __init__(self, layout: Layout, fixed: Mapping[str, int], itinerary: Iterable[tuple[str, str, int]]) -> None:
+    def __init__(self, part: Part, fixed: Mapping[str, int], itinerary: Iterable[tuple[str, str, int]]) -> None:
+        layout = part.layout
+        self.part, self.fixed = part, fixed
+        self.divided = Divided(layout, fixed) if layout.ranks.devices > 1 else None
         self.sizes = sizes_of(layout)
-        self.again = layout.micro_steps > 1
+        self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         tokens, labelled = layout.micro.tokens, layout.micro.labelled
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}
-        if not self.again:
+        if layout.micro_steps == 1:
             self.live["gradient"] = 0
         self.best: dict[str, dict[str, int]] = {}
         self.highest: dict[str, int] = {}  # bytes of each of them together
@@ -114,6 +131,9 @@ class _Walk:
             return
         section = self.tables[kind].get(name)
         moment, block = _place(name)
+        if section is not None and self.divided:
+            section = self.divided.section(name, kind, section)
+            self._turn(name)
         if block:
             self.passed.append((block, kind, times))
         if section is not None:
@@ -125,6 +145,14 @@ class _Walk:
             self._add(section.end, 1)
         if not block:
             self._free_late(name)
+
+    def _turn(self, name: str) -> None:
+        """Where backward begins in a pipeline others are in flight; where it ends only shards of gradients are left."""
+        if name.startswith("backward") and self.part.in_flight > 1:
+            self.live["activation"] *= self.part.in_flight
+            self.part = replace(self.part, in_flight=1)
+        if name == "optimizer":
+            self.live["gradient"] = self.fixed["gradient"]
 
     def _look(self, moment: str, section: Section) -> None:
         total = sum(self.live.values()) + section.top_bytes
@@ -144,7 +172,7 @@ class _Walk:
         for block, kind, times in self.passed:
             late = self.tables[kind].get(f"late {block} {outer}")
             if late is not None:
-                self._add(late.end, times)
+                self._add(late.end if self.divided is None else self.divided.share(late.end), times)
 
 
 def micro_of(lengths: tuple[int, ...], labelled: int) -> Micro:

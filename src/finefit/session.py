@@ -14,6 +14,7 @@ from typing import Any
 from . import plan as plans
 from .assets import model_folder
 from .batches import Batches, FromOrder, Uniform
+from .candidates import Question
 from .config import Config, dump, load
 from .data.order import InOrder, Order
 from .data.readers import HELD_OUT, Source, open_source
@@ -24,7 +25,7 @@ from .files import hold, write_atomically
 from .hardware import HardwareSpec
 from .obey import Wish, obeyed
 from .plan import Plan
-from .search import DEFAULT_BUDGET, Question, search
+from .search import DEFAULT_BUDGET, search
 from .spec import JobSpec, ModelSpec, resolve_model
 from .units import Budget, format_bytes, parse_budget
 
@@ -93,7 +94,7 @@ def read_data(config: Config, tokenizer: Any) -> Data:
 def hardware_of(config: Config, named: str | None) -> HardwareSpec:
     if named:
         return HardwareSpec.from_name(named)
-    machine = HardwareSpec.of_this_machine()
+    machine = replace(HardwareSpec.of_this_machine(), count=1)  # what trains here trains on one device
     if config.hardware.device == "cpu" and machine.kind != "cpu":
         machine = HardwareSpec.of_cpu()
     if config.hardware.device.startswith("cuda") and machine.kind != "cuda":

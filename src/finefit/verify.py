@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .batches import Batches
+from .candidates import rewrite
 from .errors import EngineError
 from .footprint import Footprint
 from .hardware import HardwareSpec
 from .layout import Micro
 from .plan import Plan
 from .predict import footprint
-from .search import rewrite
 from .spec import ModelSpec
 from .techniques import Accumulation, Packing
 from .witness import Simulated, Simulator, workspace_bytes

@@ -1,7 +1,7 @@
 """Ways out when nothing fits: what the user could change, what each would need, and how fast it would be.
 
 Mildest first: memory.* left to the plan, shorter examples, another method, then more memory (a larger budget where the
-device has it, else the smallest catalogued GPU that is enough). Another method is named as what it is, a choice of
+device has it, else more of the same devices, else the smallest catalogued GPU that is enough). Another method is named as what it is, a choice of
 quality. Each way has been tried by the search before it is named. Declines to take one of them.
 """
 
@@ -19,7 +19,7 @@ from .spec import JobSpec
 from .units import format_bytes, parse_budget
 
 if TYPE_CHECKING:
-    from .search import Question
+    from .candidates import Question
 
 STEP = 64  # lengths that are tried are multiples of this, and at least it
 MIB = 2**20
@@ -29,6 +29,7 @@ _PRICE = {
     "lora": "adapters on a frozen base instead of all weights: a choice of quality",
     "qlora": "adapters on a quantised base: a choice of quality",
 }
+_MOST_IN_MACHINE = 8  # GPUs
 _MOST_OF_DEVICE = 0.96  # no larger budget is proposed: something else is always on a device
 
 
@@ -116,7 +117,7 @@ def _at_length(question: "Question", length: int) -> "Question":
 
 
 def _more_memory(question: "Question", trials: Trials) -> Iterator[Way]:
-    """The budget that would be enough, if the device has so much; else the smallest GPU on which the budget would be."""
+    """The budget that would be enough, if the device has so much; else more devices, and the smallest GPU that would do."""
     device = question.hardware
     needed = trials.least(question)
     if needed is not None and needed <= _MOST_OF_DEVICE * device.memory_bytes:
@@ -124,11 +125,32 @@ def _more_memory(question: "Question", trials: Trials) -> Iterator[Way]:
         larger = replace(question, budget=parse_budget(text, device.memory_bytes))
         yield from _way(f"memory.budget={text}", larger, trials)
         return
+    yield from _more_devices(question, trials)
+    yield from _larger_device(question, trials)
+
+
+def _more_devices(question: "Question", trials: Trials) -> Iterator[Way]:
+    """The fewest of the same devices that are enough, twice as many at a time, in one machine or in whole ones."""
+    device = question.hardware
+    most = device.count * 16 if device.nodes > 1 else _MOST_IN_MACHINE
+    count = device.count * 2
+    while device.kind == "cuda" and count <= most:
+        on = replace(device, count=count, nodes=device.nodes * count // device.count if device.nodes > 1 else 1)
+        if found := list(_way(f"with --gpu '{on.says}', it", replace(question, hardware=on), trials)):
+            yield from found
+            return
+        count *= 2
+
+
+def _larger_device(question: "Question", trials: Trials) -> Iterator[Way]:
+    """As many of the smallest catalogued GPU on which the budget would be enough."""
+    device = question.hardware
     tensors: dict[bool, int] = {}  # bytes needed beside the context, by whether the device knows bf16
     for gpu in sorted(whole_gpus(), key=lambda gpu: gpu.memory_mib):
         if gpu.memory_mib * MIB <= device.memory_bytes:
             continue
-        on = HardwareSpec.from_name(gpu.name)
+        on = replace(HardwareSpec.from_name(gpu.name), count=device.count, nodes=device.nodes)
+        on = replace(on, network_bytes_per_s=device.network_bytes_per_s)
         try:
             budget = parse_budget(question.budget.text, on.memory_bytes)
         except ConfigError:  # a budget that is no part of this device
@@ -138,7 +160,8 @@ def _more_memory(question: "Question", trials: Trials) -> Iterator[Way]:
             tensors[on.supports_bf16] = 2**62 if least is None else least - on.context_bytes
         if tensors[on.supports_bf16] + on.context_bytes > budget.limit_bytes:
             continue
-        says = f"on a larger device, {gpu.name} ({format_bytes(on.memory_bytes)}), it"
+        which = "on a larger device" if device.count == 1 else f"on {device.count} larger devices"
+        says = f"{which}, {gpu.name} ({format_bytes(on.memory_bytes)}), it"
         if found := list(_way(says, replace(question, hardware=on, budget=budget), trials)):
             yield from found
             return

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from finefit.allocator import replay
+from finefit.candidates import rewrite
 from finefit.catalog import find_model
 from finefit.foreign import ForeignRun
 from finefit.layout import Micro
 from finefit.predict import footprint, states
-from finefit.search import rewrite
 from finefit.simulate import STEADY, plan_stream, step_stream
 from finefit.spec import resolve_model
 from finefit.techniques import (

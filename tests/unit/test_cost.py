@@ -3,9 +3,9 @@
 import pytest
 
 from finefit.batches import Uniform
+from finefit.candidates import rewrite
 from finefit.cost import seconds_per_step
 from finefit.layout import Micro
-from finefit.search import rewrite
 from finefit.spec import HardwareSpec, ModelSpec
 from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Precision, QuantizedBase
 

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from finefit import cli
 from finefit.batches import Uniform
+from finefit.candidates import Question, candidate
 from finefit.explain import explained
 from finefit.plan import Neighbour, Plan, load
-from finefit.search import Question, candidate, search
+from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, ModelSpec
 from finefit.terminal import plan_view
 from finefit.units import format_bytes, parse_budget
@@ -112,9 +113,10 @@ def test_what_the_user_fixed_is_said_and_what_it_would_be():
     )
 
 
-def test_nothing_is_traced_for_an_explanation(monkeypatch):
+def test_nothing_is_traced_for_an_explanation(monkeypatch, tmp_path):
     from finefit import coefficients
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another test may have traced it
     monkeypatch.setattr(coefficients, "derive", lambda *_: pytest.fail("an explanation must not trace"))
     unknown = dataclasses.replace(ask(), model=dataclasses.replace(SMALL, name="other"))
     assert beside(plan_of(unknown))["without fused_loss"].why == "it only saves, and is exact"

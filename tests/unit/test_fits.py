@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from finefit import cli, coefficients
 from finefit.batches import Uniform
+from finefit.candidates import Question, candidate
 from finefit.fits import EXAMPLES, fits
-from finefit.search import DEFAULT_BUDGET, Question, candidate, search
+from finefit.search import DEFAULT_BUDGET, search
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
 from finefit.terminal.fitting import by_model, show_fits, words
 from finefit.units import parse_budget

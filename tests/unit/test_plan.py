@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from finefit.batches import Uniform
+from finefit.candidates import Question
 from finefit.errors import ConfigError
 from finefit.plan import Plan, diff, load
-from finefit.search import Question, search
+from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
 from finefit.techniques import Accumulation, Checkpointing, Clipping, Lora, from_json
 from finefit.units import parse_budget

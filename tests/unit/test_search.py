@@ -10,10 +10,11 @@ import time
 import pytest
 
 from finefit.batches import FromOrder, Uniform
+from finefit.candidates import Question, candidate, rewrite, techniques_of
 from finefit.errors import ConfigError, DoesNotFit
 from finefit.layout import layout_of
 from finefit.predict import footprint
-from finefit.search import Question, candidate, rewrite, search, techniques_of
+from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, ModelSpec, resolve_model
 from finefit.techniques import Precision
 from finefit.units import parse_budget
@@ -327,7 +328,8 @@ import sys, time
 started = time.perf_counter()
 from finefit.batches import Uniform
 from finefit.predict import footprint
-from finefit.search import Question, search
+from finefit.candidates import Question
+from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
 from finefit.units import parse_budget
 card = HardwareSpec.from_name("RTX 4090")

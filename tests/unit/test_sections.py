@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
+from finefit.candidates import rewrite
 from finefit.coefficients import sections_for
 from finefit.layout import Micro
 from finefit.poly import value
 from finefit.predict import sizes_of
-from finefit.search import rewrite
 from finefit.sections import numbers
 from finefit.spec import resolve_model
 from finefit.techniques import FusedLoss, FusedOps, Lora, Precision

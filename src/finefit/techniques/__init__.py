@@ -1,4 +1,8 @@
-"""The techniques, in the order they are applied. A new one is a file here and a place in this list."""
+"""The techniques, in the order they are applied. A new one is a file here and a place in this list.
+
+Those that divide a run over devices are for planning: a plan with one of them is predicted and explained, and refused by
+``train`` (``obey``) as long as one device is trained on.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +11,25 @@ from .accumulation import Accumulation
 from .base import NotAsPlanned, Technique, Unsuitable
 from .checkpointing import Checkpointing
 from .clipping import Clipping
+from .data_parallel import DataParallel
 from .fused_loss import FusedLoss
 from .fused_ops import FusedOps
 from .lora import Lora
 from .packing import Packing
+from .pipeline_parallel import PipelineParallel
 from .precision import Precision
 from .quantized_base import QuantizedBase
+from .tensor_parallel import TensorParallel
+from .zero import Zero
 
 TECHNIQUES: tuple[type[Technique], ...] = (
     Precision,
     QuantizedBase,
     Lora,
+    TensorParallel,
+    PipelineParallel,
+    DataParallel,
+    Zero,
     FusedOps,
     Packing,
     Checkpointing,
@@ -27,8 +39,9 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 )
 
 __all__ = [
-    "TECHNIQUES", "Accumulation", "Checkpointing", "Clipping", "FusedLoss", "FusedOps", "Lora", "NotAsPlanned",
-    "Packing", "Precision", "QuantizedBase", "Technique", "Unsuitable", "from_json", "in_order",
+    "TECHNIQUES", "Accumulation", "Checkpointing", "Clipping", "DataParallel", "FusedLoss", "FusedOps", "Lora",
+    "NotAsPlanned", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
+    "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip
 
 

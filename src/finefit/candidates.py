@@ -1,0 +1,238 @@
+"""Combinations of techniques for a question: which there are, what each needs and how long it takes.
+
+A micro-batch size is tried from the largest down; for each the fewest checkpointed blocks that fit are found by
+bisection, since the peak falls with every block. Several devices are divided in every way of ``meshes``.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from .batches import Batches, Work
+from .cost import seconds_per_step
+from .errors import ConfigError
+from .footprint import Footprint
+from .layout import Layout, Micro, layout_of
+from .meshes import meshes, techniques_of_ranks
+from .predict import footprint
+from .ranks import Ranks
+from .spec import HardwareSpec, JobSpec, ModelSpec
+from .techniques import (
+    Accumulation,
+    Checkpointing,
+    Clipping,
+    FusedLoss,
+    FusedOps,
+    Lora,
+    Packing,
+    Precision,
+    QuantizedBase,
+    Technique,
+    Unsuitable,
+    in_order,
+)  # fmt: skip
+from .techniques.quantized_base import CHUNK, Bits, Scales
+from .units import Budget
+
+LOSS_CHUNK = {"cpu": 256, "cuda": 1024}
+Method = Literal["full", "lora", "qlora"]
+_LATE = (Checkpointing, FusedLoss, Accumulation, Clipping)  # techniques that say how a step runs, and add no tensors
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")  # what auto tries, in order
+ADAPTED = METHODS[1:]  # methods that train adapters on a frozen base
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    techniques: tuple[Technique, ...]
+    work: Work
+    predicted: Footprint
+    seconds: float
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def says(self) -> str:
+        chosen = {t.name: t for t in self.techniques}
+        split = chosen["accumulation"]
+        k = chosen["checkpointing"].blocks if "checkpointing" in chosen else 0  # type: ignore[attr-defined]
+        cap = f", {split.micro_batch_tokens} tokens" if split.micro_batch_tokens else ""  # type: ignore[attr-defined]
+        mesh = f"{self.ranks.says()}, " if self.ranks.devices > 1 else ""
+        return f"{mesh}micro-batch {split.micro_batch_size}{cap}, {k} blocks checkpointed"  # type: ignore[attr-defined]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices together, padding not counted."""
+        return self.work.mean_real_tokens * self.ranks.data / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """All that a search depends on."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    job: JobSpec
+    batches: Batches
+    """Of one data-parallel rank."""
+    budget: Budget
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def over(self, ranks: Ranks) -> "Question":
+        """The same, divided over devices so."""
+        return replace(self, ranks=ranks, batches=self.batches.among(ranks.data))
+
+
+def over_devices(question: Question) -> Iterator[Question]:
+    """The question once for each way to divide it over the devices that suits the model."""
+    found, why = 0, Unsuitable(f"{question.hardware.count} devices")
+    for ranks in meshes(question.hardware, question.job.global_batch_size):
+        asked = question.over(ranks)
+        try:
+            size, tokens = next(splits(asked))
+            work = asked.batches.work(size, tokens, asked.job.pin("packing") == "false")
+            rewrite(asked.model, work.largest[0], techniques_of(asked, size, tokens, work, 0))
+        except Unsuitable as error:
+            why = error
+            continue
+        found += 1
+        yield asked
+    if not found:
+        raise why
+
+
+def candidates(question: Question, limit: int) -> Iterator[Candidate]:
+    """For each micro-batch size the least checkpointing that fits, and the most if none does."""
+    depth = question.model.num_hidden_layers
+    pinned = question.job.pin("checkpointing")
+    if question.ranks.devices > 1:  # most ways of dividing are hopeless, and their smallest combination says so
+        least = smallest_of(question)
+        if least.predicted.total_bytes > limit:
+            yield least
+            return
+    if pinned is not None:
+        fixed = depth if pinned in ("all", "true") else int(pinned)
+        if fixed > depth:
+            raise ConfigError(
+                f"memory.checkpointing: {fixed} blocks, the model has {depth}",
+                hint=f"say a number up to {depth}, or all",
+            )
+    for size, tokens in splits(question):
+        work = question.batches.work(size, tokens, question.job.pin("packing") == "false")
+        if pinned is not None:
+            yield candidate(question, size, tokens, work, fixed)
+            continue
+        none, every = (candidate(question, size, tokens, work, k) for k in (0, depth))
+        yield none
+        if none.predicted.total_bytes <= limit:
+            continue
+        yield every
+        low, high = 0, depth
+        while every.predicted.total_bytes <= limit and high - low > 1:
+            middle = (low + high) // 2
+            found = candidate(question, size, tokens, work, middle)
+            low, high = (low, middle) if found.predicted.total_bytes <= limit else (middle, high)
+        if high < depth:
+            yield candidate(question, size, tokens, work, high)
+
+
+def smallest_of(question: Question) -> Candidate:
+    """The smallest micro-batch with every block checkpointed that may be."""
+    depth, pinned = question.model.num_hidden_layers, question.job.pin("checkpointing")
+    *_, (size, tokens) = splits(question)
+    work = question.batches.work(size, tokens, question.job.pin("packing") == "false")
+    return candidate(question, size, tokens, work, depth if pinned in (None, "all", "true") else int(pinned))
+
+
+def splits(question: Question) -> Iterator[tuple[int, int]]:
+    """(examples, tokens) a micro-batch may hold, largest first; tokens are limited only where examples are packed."""
+    job, batches = question.job, question.batches
+    examples = -(-job.global_batch_size // question.ranks.data)
+    size, tokens = job.pin("micro_batch_size"), job.pin("micro_batch_tokens")
+    if size is not None and int(size) > job.global_batch_size:
+        hint = f"say at most {job.global_batch_size}, or raise train.global_batch_size"
+        raise ConfigError(f"memory.micro_batch_size {size} is larger than the global batch", hint=hint)
+    if size is not None and int(size) > examples:
+        raise Unsuitable(f"{size} examples a micro-batch, {examples} to a rank")
+    if job.pin("packing") == "false" or size is not None:
+        sizes = [int(size)] if size else list(_powers(examples))
+        yield from ((n, int(tokens or 0)) for n in sizes)
+        return
+    if tokens is not None:
+        yield examples, int(tokens)
+        return
+    longest, most = batches.longest, batches.most_tokens
+    for factor in (64, 32, 16, 8, 6, 4, 3, 2, 1.5, 1):
+        if longest * factor <= max(most, longest):
+            yield examples, int(longest * factor)
+
+
+def _powers(most: int) -> list[int]:
+    """``most`` and the powers of two below it, largest first."""
+    return sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)}, reverse=True)
+
+
+def candidate(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> Candidate:
+    """One combination, predicted for its worst micro-batch."""
+    techniques = techniques_of(question, size, tokens, work, checkpointed)
+    return judged(question.model, question.hardware, techniques, work)
+
+
+def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique, ...], work: Work) -> Candidate:
+    """Techniques on the work of a run: predicted for its worst micro-batch, timed for its mean."""
+    layouts = [rewrite(model, micro, techniques) for micro in work.largest]
+    predicted = max((footprint(layout, hardware) for layout in layouts), key=lambda f: f.peak_bytes)
+    return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware), layouts[0].ranks)
+
+
+def rewrite(model: ModelSpec, micro: Micro, techniques: Sequence[Technique]) -> Layout:
+    """The layout of ``model`` after all techniques, in order."""
+    ordered = in_order(tuple(techniques))
+    late = next((i for i, t in enumerate(ordered) if isinstance(t, _LATE)), len(ordered))
+    layout = replace(_held(model, ordered[:late]), micro=micro)
+    for technique in ordered[late:]:
+        layout = technique.rewrite(layout)
+    return layout
+
+
+@functools.lru_cache(maxsize=256)
+def _held(model: ModelSpec, techniques: tuple[Technique, ...]) -> Layout:
+    """The layout after the techniques that say what is held. None of them looks at the micro-batch, so any will do."""
+    layout = layout_of(model, Micro(1, 1, 1))
+    for technique in techniques:
+        layout = technique.rewrite(layout)
+    return layout
+
+
+def techniques_of(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> tuple[Technique, ...]:
+    job, kind = question.job, question.hardware.kind
+    chosen: list[Technique] = [precision_of(question), *techniques_of_ranks(question.ranks)]
+    if job.method == "qlora":
+        bits, scales = int(job.pin("qlora.bits") or 4), job.pin("qlora.scales") or "double"
+        chosen.append(QuantizedBase(cast(Bits, bits), cast(Scales, scales), CHUNK[kind]))
+    if job.method in ADAPTED:
+        chosen.append(Lora(job.rank, job.alpha, job.dropout, job.targets))
+    if job.pin("fused_ops") != "false":
+        chosen.append(FusedOps())
+    if job.pin("packing") != "false":
+        chosen.append(Packing())
+    if checkpointed:
+        chosen.append(Checkpointing(checkpointed))
+    chunk = int(job.pin("loss_chunk") or LOSS_CHUNK[kind])
+    if chunk:
+        chosen.append(FusedLoss(chunk))
+    chosen.append(Accumulation(size, tokens, work.most_steps))
+    max_norm = float(job.pin("max_grad_norm") or 1.0)
+    chosen.append(Clipping(max_norm if max_norm > 0 else float("inf")))
+    return in_order(chosen)
+
+
+def precision_of(question: Question) -> Precision:
+    """``auto``: frozen weights stay in the checkpoint's bf16, trained ones have an fp32 master; fp32 without bf16."""
+    job = question.job
+    if job.precision != "auto":
+        if job.precision != "fp32" and not question.hardware.supports_bf16 and question.hardware.kind == "cuda":
+            hint = "say memory.precision=fp32"
+            raise ConfigError(f"{question.hardware.name} cannot compute in bf16", hint=hint)
+        return Precision(job.precision)
+    if not question.hardware.supports_bf16:
+        return Precision("fp32")
+    return Precision("bf16" if job.method in ADAPTED and question.model.dtype == "bfloat16" else "bf16_mixed")

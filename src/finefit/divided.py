@@ -1,0 +1,116 @@
+"""What dividing a run over devices adds to a predicted step: stages of a pipeline, gathered weights, whole gradients.
+
+As FSDP2 runs it (``torch/distributed/fsdp/_fully_shard``): a unit a block and one for all else, whose weights stay gathered
+from the start of forward to the end of backward; of the blocks the one that runs and the next are whole (stage 3), or all
+of them (stage 2). A block's gradients are whole until they are reduced; the reduction's fp32 input lives until the next
+block's. Tensor parallel ranks hold a share of every section, and gather the rows before attention and before the MLP: a
+plain block keeps them for backward. Torch-free.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .layout import Layout, ParamGroup
+from .sections import Section
+
+_FP32 = 4
+_ROWS_GATHERED = 2  # before attention, before the MLP
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The blocks of one device: all of them, or those of the first or the last stage of a pipeline."""
+
+    layout: Layout
+    """With the groups this device has."""
+    is_first: bool = True
+    is_last: bool = True
+    in_flight: int = 1
+    """Micro-batches whose activations are held when the first backward begins (1F1B)."""
+
+    @property
+    def checkpointed(self) -> int:
+        """Of the stage's blocks; of all stages alike."""
+        k, depth, whole = self.layout.checkpointed, self.layout.depth, self.layout.model.num_hidden_layers
+        return -(-k * depth // whole)
+
+
+def parts(layout: Layout) -> tuple[Part, ...]:
+    """The devices that may need most: of a pipeline the first (most micro-batches held) and the last (the head)."""
+    stages = layout.ranks.stages
+    if stages == 1:
+        return (Part(layout),)
+    tied = layout.model.tie_word_embeddings
+    first = tuple(_of_stage(g, layout) for g in layout.groups if _is_block(g) or g.role == "embedding")
+    last = tuple(_of_stage(g, layout) for g in layout.groups if _is_block(g) or g.role != "embedding" or tied)
+    return (
+        Part(replace(layout, groups=first), is_last=False, in_flight=min(stages, layout.micro_steps)),
+        Part(replace(layout, groups=last), is_first=False),
+    )
+
+
+def _is_block(group: ParamGroup) -> bool:
+    return group.name.startswith("block.")
+
+
+def _of_stage(group: ParamGroup, layout: Layout) -> ParamGroup:
+    return replace(group, count=-(-group.count // layout.ranks.stages)) if _is_block(group) else group
+
+
+class Divided:
+    """The sections of one device's step, made from those of a single device's."""
+
+    def __init__(self, layout: Layout, fixed: Mapping[str, int]) -> None:
+        ranks = layout.ranks
+        self.tensor, self.stage, self.depth = ranks.tensor, ranks.stage, layout.depth
+        self.reduces = ranks.stage >= 2
+        """Gradients are reduced to shards after every block's backward."""
+        blocks = [g for g in layout.groups if _is_block(g)]
+        self.block = sum(_computed(g, layout) for g in blocks) // layout.depth
+        self.outer = sum(_computed(g, layout) for g in layout.groups if not _is_block(g))
+        trained = [g for g in layout.groups if g.trainable]
+        self.reduced = _FP32 * sum(g.numel * g.count for g in blocks if g.trainable) // layout.depth
+        whole = sum(_computed(g, layout) for g in trained)
+        fresh = layout.micro_steps == 1
+        self.kept = (fixed["gradient"] / whole if fresh else 0.0) if self.reduces and whole else 1.0
+        width = 4 if layout.graph[0] == "fp32" else 2
+        rows = layout.micro.tokens * layout.model.hidden_size * width
+        self.rows = _ROWS_GATHERED * (rows - rows // self.tensor)
+
+    def section(self, name: str, kind: str, section: Section) -> Section:
+        end, top = self.share(section.end), self.share(section.top)
+        of_block = name[-1].isdigit()
+        if of_block and name.startswith("backward") and "gradient" in end:
+            end["gradient"] = round(end["gradient"] * self.kept)
+        if of_block and self.tensor > 1:
+            self._gather_rows(name, kind, end, top)
+        if held := self._held(name, of_block):
+            top["temporary"] = top.get("temporary", 0) + held
+        return Section(end, top, sum(top.values()))
+
+    def share(self, parts: Mapping[str, int]) -> dict[str, int]:
+        """A tensor-parallel rank's part of bytes by component; what is taken away is cut like what was added."""
+        return {component: int(n_bytes / self.tensor) for component, n_bytes in parts.items()}
+
+    def _gather_rows(self, name: str, kind: str, end: dict[str, int], top: dict[str, int]) -> None:
+        """Gathered rows: kept by a plain block from its forward to its backward, else there for a moment."""
+        forward = name.startswith("forward")
+        if kind == "plain":
+            end["activation"] = end.get("activation", 0) + (self.rows if forward else -self.rows)
+        if forward or kind == "checkpointed":
+            component = "activation" if kind == "plain" else "temporary"
+            top[component] = top.get(component, 0) + self.rows
+
+    def _held(self, name: str, of_block: bool) -> int:
+        """Gathered weights, and what a reduction still reads, beside the section's own."""
+        if not self.reduces or name == "optimizer":
+            return 0
+        whole = self.depth if self.stage == 2 else min(2, self.depth) * of_block
+        reducing = self.reduced * (of_block and name.startswith("backward"))
+        return self.outer + whole * self.block + reducing
+
+
+def _computed(group: ParamGroup, layout: Layout) -> int:
+    """Bytes of the group as it is computed with: masters are cast when they are gathered, adapters are not."""
+    cast = layout.graph[0] == "bf16" and ".lora_" not in group.name
+    return group.numel * group.count * (min(group.bits, 16) if cast else group.bits) // 8

@@ -1,0 +1,24 @@
+"""Data parallel: every rank holds all and has examples of its own; gradients are summed once a step (arXiv:2006.15704).
+
+The sum over ranks is divided by the labelled tokens of all of them, so the gradient is that of one device. Buckets are the
+gradients themselves (``gradient_as_bucket_view``), so nothing is held twice.
+"""
+
+from dataclasses import dataclass, replace
+
+from ..layout import Layout
+from .base import Technique
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel(Technique):
+    name = "data_parallel"
+    exact = True
+
+    ranks: int
+
+    def rewrite(self, layout: Layout) -> Layout:
+        return replace(layout, ranks=replace(layout.ranks, replicas=self.ranks))
+
+    def describe(self) -> str:
+        return f"{self.ranks} times the same, each with examples of its own; gradients are summed once a step"

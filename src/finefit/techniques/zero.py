@@ -1,0 +1,41 @@
+"""ZeRO (arXiv:1910.02054): what every data-parallel rank would hold alike is divided among them.
+
+Stage 1: optimizer states (``ZeroRedundancyOptimizer``). Stages 2 and 3 as FSDP2 runs them (``fully_shard``, a unit a block;
+``torch/distributed/fsdp/_fully_shard``): weights rest in shards, are gathered in the type they are computed in, and a
+block's gradients are whole until they are reduced after its backward. Stage 2 gathers once a step and keeps them
+(``reshard_after_forward=False``), stage 3 lets each block go after use. Masters and shards of gradients are fp32 under
+``bf16_mixed``: the cast is the gather's, not autocast's.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..layout import Layout
+from .base import Technique, Unsuitable
+
+_SAYS = {
+    1: "optimizer states",
+    2: "optimizer states, gradients and weights at rest",
+    3: "optimizer states, gradients and weights",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Zero(Technique):
+    name = "zero"
+    exact = True
+
+    stage: Literal[1, 2, 3]
+    ranks: int
+
+    def rewrite(self, layout: Layout) -> Layout:
+        if self.stage == 3 and layout.ranks.stages > 1:
+            raise Unsuitable("in a pipeline the weights would be gathered again for every micro-batch")
+        graph = layout.graph
+        if self.stage > 1:
+            graph = tuple("bf16" if word == "bf16_mixed" else word for word in graph)
+        return replace(layout, graph=graph, ranks=replace(layout.ranks, shards=self.ranks, stage=self.stage))
+
+    def describe(self) -> str:
+        after = "" if self.stage < 3 else "; a block's weights are gathered while it runs"
+        return f"{_SAYS[self.stage]} divided among {self.ranks} ranks{after}"

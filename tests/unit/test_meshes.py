@@ -1,0 +1,256 @@
+"""Several devices: which ways there are to divide a run, what each leaves on one of them, what it costs, what is chosen."""
+
+import dataclasses
+import time
+
+import pytest
+from test_search import ask
+
+from finefit.batches import FromOrder, Uniform
+from finefit.candidates import Question, rewrite
+from finefit.config import Config
+from finefit.cost import seconds_per_step
+from finefit.errors import ConfigError, DoesNotFit
+from finefit.explain import explained
+from finefit.layout import Micro
+from finefit.meshes import meshes, ranks_of, techniques_of_ranks
+from finefit.obey import Wish, obeyed
+from finefit.predict import footprint, states
+from finefit.ranks import Ranks
+from finefit.search import search
+from finefit.spec import HardwareSpec, JobSpec, ModelSpec, resolve_model
+from finefit.techniques import (
+    Checkpointing,
+    DataParallel,
+    FusedLoss,
+    FusedOps,
+    Lora,
+    PipelineParallel,
+    Precision,
+    QuantizedBase,
+    TensorParallel,
+    Unsuitable,
+    Zero,
+)
+from finefit.units import parse_budget
+
+GIB = 2**30
+MODEL = ModelSpec("m", "llama", 1024, 4096, 24, 16, 8, 64, 32_000)
+EIGHT = HardwareSpec.from_name("8x A100-80GB")
+MICRO = Micro(2048, 2048, 2048)
+STEP = (FusedOps(), FusedLoss(1024))
+
+
+def divided(*techniques, micro=MICRO, model=MODEL):
+    return rewrite(model, micro, (Precision("bf16_mixed"), *STEP, *techniques))
+
+
+def question(gpu, job, model="meta-llama/Llama-3.1-8B", length=2048):
+    hardware = HardwareSpec.from_name(gpu)
+    budget = parse_budget("96%", hardware.memory_bytes)
+    return Question(resolve_model(model), hardware, job, Uniform(job.global_batch_size, length), budget)
+
+
+FULL = JobSpec(method="full", global_batch_size=64, max_length=2048, longest=2048)
+
+
+# --- which ways there are
+
+
+@pytest.mark.parametrize("gpu", ["2x RTX 4090", "3x L4", "8x H100", "16x DGX H100", "512x H100"])
+def test_every_way_uses_all_devices_and_is_there_once(gpu):
+    hardware = HardwareSpec.from_name(gpu)
+    found = list(meshes(hardware, 4096))
+    assert {ranks.devices for ranks in found} == {hardware.count}
+    assert len(set(found)) == len(found) > 2
+
+
+def test_one_device_is_not_divided():
+    assert list(meshes(HardwareSpec.from_name("RTX 4090"), 16)) == [Ranks()]
+
+
+def test_every_data_parallel_rank_has_an_example():
+    assert max(ranks.data for ranks in meshes(EIGHT, 2)) == 2
+
+
+def test_tensor_parallel_stays_inside_a_machine():
+    assert max(ranks.tensor for ranks in meshes(HardwareSpec.from_name("16x DGX H100"), 4096)) == 8
+
+
+@pytest.mark.parametrize("ranks", meshes(HardwareSpec.from_name("2x DGX H100"), 64), ids=Ranks.says)
+def test_a_way_is_read_back_from_its_techniques(ranks):
+    assert ranks_of(techniques_of_ranks(ranks)) == ranks
+    assert rewrite(resolve_model("meta-llama/Llama-3.1-8B"), MICRO, (Precision("bf16"), *techniques_of_ranks(ranks))).ranks == ranks  # fmt: skip
+
+
+# --- what one of them holds
+
+
+def test_states_are_divided_by_stage():
+    """Sixteen bytes a parameter with fp32 masters: states are eight of them, gradients four (arXiv:1910.02054, §5)."""
+    n = MODEL.num_parameters
+    steps = 4 * sum(g.count for g in divided().groups)
+    held = [states(divided(*(Zero(stage, 8),) if stage else ())) for stage in (0, 1, 2, 3)]
+    assert [h["parameter"] for h in held] == [4 * n, 4 * n, n // 2, n // 2]
+    assert [h["gradient"] for h in held] == [4 * n, 4 * n, n // 2, n // 2]
+    assert [h["optimizer_state"] - steps for h in held] == [8 * n, n, n, n]
+
+
+def test_what_does_not_divide_evenly_is_rounded_up():
+    layout = divided(Zero(3, 7))
+    assert states(layout)["parameter"] == sum(-(-g.numel // 7) * g.count * 4 for g in layout.groups)
+
+
+def test_the_peak_falls_with_every_stage_and_rank():
+    peaks = [
+        footprint(divided(*t)).peak_bytes for t in ((), (Zero(1, 8),), (Zero(2, 8),), (Zero(3, 8),), (Zero(3, 16),))
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
+def test_two_blocks_and_all_outside_them_are_whole_while_a_block_runs():
+    """Sharded over so many ranks that nothing is left of the states: what remains is what is gathered."""
+    layout = divided(Zero(3, 10**9), Checkpointing(24), micro=Micro(1, 1, 1))
+    block = 2 * sum(p.numel for p in MODEL.block_parameters())
+    outer = 2 * sum(p.numel for p in MODEL.outer_parameters())
+    gradients = 2 * 2 * 1024 * 32_000 + block  # head's and embedding's, and those of the block whose backward runs
+    reducing = 2 * block
+    assert footprint(layout).at("backward_peak") == pytest.approx(2 * block + outer + gradients + reducing, rel=0.01)
+
+
+def test_data_parallel_ranks_hold_what_one_device_does():
+    assert footprint(divided(DataParallel(8))).peak_bytes == footprint(divided()).peak_bytes
+
+
+def test_tensor_parallel_divides_weights_and_activations():
+    one, eight = (footprint(divided(*t)) for t in ((), (TensorParallel(8),)))
+    assert states(divided(TensorParallel(8)))["parameter"] == pytest.approx(
+        states(divided())["parameter"] / 8, rel=0.001
+    )
+    assert one.peak_bytes / 8 < eight.peak_bytes < one.peak_bytes / 5
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    plain = dataclasses.replace(divided(PipelineParallel(4)), micro_steps=8)
+    two = dataclasses.replace(divided(PipelineParallel(4)), micro_steps=2)
+    held = [footprint(layout).moments["backward_peak"]["activation"] for layout in (plain, two)]
+    assert held[0] > 1.5 * held[1]
+
+
+def test_stages_share_the_blocks():
+    whole, stage = (footprint(divided(*t)).moments["save"]["parameter"] for t in ((), (PipelineParallel(4),)))
+    blocks = sum(p.numel * count for p, count in MODEL.block_tensors())
+    head_and_norm = 1024 * 32_000 + 1024
+    assert stage == 4 * (blocks // 4 + head_and_norm) < whole
+
+
+@pytest.mark.parametrize(
+    ("techniques", "why"),
+    [
+        ((TensorParallel(3),), "8 key/value heads do not divide among 3 devices"),
+        (
+            (QuantizedBase(), Lora(8), TensorParallel(2)),
+            "blocks of quantised weights do not divide by rows and columns",
+        ),
+        ((PipelineParallel(25),), "25 stages for 24 blocks"),
+        ((PipelineParallel(2), Zero(3, 2)), "in a pipeline the weights would be gathered again for every micro-batch"),
+    ],
+)
+def test_what_makes_no_sense_says_why(techniques, why):
+    with pytest.raises(Unsuitable, match=why):
+        rewrite(MODEL, MICRO, (Precision("bf16"), *techniques))
+
+
+def test_a_rank_has_its_part_of_every_batch():
+    batches = FromOrder([[0, 1, 2, 3], [4, 5]], [16, 32, 48, 64, 80, 96], [16] * 6).among(2)
+    assert batches.steps == [[0, 2], [1, 3], [4], [5]]
+    assert Uniform(7, 16).among(2) == Uniform(4, 16)
+
+
+# --- what it costs
+
+
+def seconds(*techniques, hardware=EIGHT, work=None):
+    work = work or Uniform(8, 2048).work(8, 4096, False)
+    return seconds_per_step(divided(*techniques, micro=work.largest[0]), work, hardware)
+
+
+def test_a_pipeline_waits_for_its_bubble():
+    """p stages and m micro-batches take m + p - 1 turns for m turns of work."""
+    work = Uniform(8, 2048).work(8, 4096, False)
+    alone, staged = seconds(work=work), seconds(PipelineParallel(4), work=work)
+    assert work.mean_steps == 4
+    assert staged == pytest.approx(alone / 4 * (1 + 3 / 4), rel=0.01)
+
+
+def test_a_slow_link_makes_tensor_parallel_dear_and_data_parallel_not():
+    slow = dataclasses.replace(EIGHT, peer_bytes_per_s=5e9)
+    tensor, data = (
+        seconds(t, hardware=slow) / seconds(t, hardware=EIGHT) for t in (TensorParallel(8), DataParallel(8))
+    )
+    assert data < 2 < 4 < tensor
+
+
+def test_between_machines_the_network_decides():
+    near = HardwareSpec.from_name("DGX A100")
+    far = dataclasses.replace(HardwareSpec.from_name("2x DGX A100"), network_bytes_per_s=1e9)
+    assert seconds(Zero(3, 16), hardware=far) > 3 * seconds(Zero(3, 8), hardware=near)
+    assert seconds(Zero(3, 8), DataParallel(2), hardware=far) < seconds(Zero(3, 16), hardware=far)
+
+
+# --- what is chosen
+
+
+def test_a_second_device_doubles_the_speed_of_what_fits_one():
+    lora = dataclasses.replace(FULL, method="lora")
+    one, two = (search(question(gpu, lora)) for gpu in ("A100-80GB", "2x A100-80GB"))
+    assert 1.8 < two.tokens_per_s / one.tokens_per_s < 2.05
+
+
+def test_what_fits_no_device_is_sharded_over_several():
+    plan = search(question("8x A100-80GB", FULL))
+    assert plan.hardware == "8 x A100 80GB"
+    assert ranks_of(plan.techniques).devices == 8
+    assert plan.predicted.total_bytes <= plan.budget_bytes
+    with pytest.raises(DoesNotFit, match="RTX 4090 may use 23.03 GiB each"):
+        search(question("2x RTX 4090", FULL))
+
+
+def test_more_of_the_same_devices_are_a_way_out():
+    with pytest.raises(DoesNotFit) as found:
+        search(question("2x RTX 4090", FULL))
+    assert "with --gpu '8 x RTX 4090', it would fit" in found.value.hint
+
+
+def test_a_question_for_512_devices_is_answered_in_three_seconds():
+    job = dataclasses.replace(FULL, global_batch_size=1024, max_length=4096, longest=4096)
+    start = time.process_time()
+    plan = search(question("64x DGX H100", job, "meta-llama/Llama-3.1-405B", 4096))
+    assert time.process_time() - start < 3
+    assert ranks_of(plan.techniques).devices == 512
+
+
+def test_neighbours_divide_otherwise():
+    asked = question("8x A100-80GB", FULL)
+    near = {n.says: n for n in explained(asked, search(asked)).neighbours}
+    assert near["8 data parallel"].verdict == "too large"
+    assert "8 sharded (ZeRO-2)" in near or "8 sharded (ZeRO-3)" in near
+
+
+def test_a_plan_for_several_devices_is_not_begun_on_one():
+    asked = question("2x A100-80GB", dataclasses.replace(FULL, method="lora"))
+    plan = search(asked)
+    config = Config(model="meta-llama/Llama-3.1-8B", method="lora", train={"global_batch_size": 64, "max_length": 2048})
+    with pytest.raises(ConfigError, match="the plan is for 2 devices, and this version trains on one"):
+        obeyed(plan, Wish(config, asked.model, asked.hardware, asked.batches, 64, None))
+
+
+def test_more_devices_than_examples_are_still_used():
+    plan = search(question("8x A100-80GB", dataclasses.replace(FULL, global_batch_size=2)))
+    ranks = ranks_of(plan.techniques)
+    assert (ranks.devices, ranks.data <= 2) == (8, True)
+
+
+def test_a_machine_without_gpus_is_one_device():
+    assert ranks_of(search(ask()).techniques) == Ranks()
