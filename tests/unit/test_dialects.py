@@ -99,7 +99,7 @@ def test_llamafactory_lora(tmp_path: Path) -> None:
     assert {
         "tool": "llamafactory", "model": "org/base-8b", "method": "lora", "micro_batch_size": 2, "accumulation": 3,
         "max_length": 1008, "autocast": True, "rank": 4, "targets": ("q_proj", "v_proj"), "foreach": False,
-        "checkpointing": "full",
+        "reentrant": True, "checkpointing": "full",
     } == said(found.run)  # fmt: skip
     assert {
         "model": "org/base-8b", "method": "lora", "lora.rank": 4, "lora.alpha": 8.0, "lora.dropout": 0.0,
@@ -122,7 +122,7 @@ def test_llamafactory_full_under_deepspeed(tmp_path: Path) -> None:
     found = foreign(tmp_path, text, devices=4)
     assert {
         "tool": "llamafactory", "model": "m", "micro_batch_size": 8, "max_length": 2048, "packed": True,
-        "optimizer_bits": 8, "foreach": False, "checkpointing": "full", "attention": "flash", "loss": "fused",
+        "optimizer_bits": 8, "foreach": False, "reentrant": True, "checkpointing": "full", "attention": "flash", "loss": "fused",
         "fused_kernels": True, "optimizer_on_host": True,
         "spread": Spread(data=4, shard_stage=2, shards=4, engine="deepspeed"),
     } == said(found.run)  # fmt: skip
@@ -278,7 +278,7 @@ def test_axolotl_qlora(tmp_path: Path) -> None:
     assert {
         "tool": "axolotl", "model": "org/base-8b", "method": "lora", "micro_batch_size": 2, "accumulation": 4,
         "max_length": 4032, "packed": True, "autocast": True, "quantised": "nf4_double", "rank": 32, "foreach": False,
-        "optimizer_bits": 8, "paged": True, "checkpointing": "full", "attention": "flash", "loss": "fused",
+        "optimizer_bits": 8, "paged": True, "reentrant": True, "checkpointing": "full", "attention": "flash", "loss": "fused",
         "fused_kernels": True,
     } == said(found.run)  # fmt: skip
     assert {

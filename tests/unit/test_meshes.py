@@ -213,7 +213,7 @@ def test_what_fits_no_device_is_sharded_over_several():
     assert plan.hardware == "8 x A100 80GB"
     assert ranks_of(plan.techniques).devices == 8
     assert plan.predicted.total_bytes <= plan.budget_bytes
-    with pytest.raises(DoesNotFit, match="RTX 4090 may use 23.03 GiB each"):
+    with pytest.raises(DoesNotFit, match=r"RTX 4090 may use 23\.03 GiB each"):
         search(question("2x RTX 4090", FULL))
 
 

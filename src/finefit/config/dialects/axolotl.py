@@ -234,12 +234,15 @@ def _checkpointing(sheet: Sheet, how: Sharding, method: str) -> dict[str, Any]:
     value = sheet.get("gradient_checkpointing", False)
     offload = sheet.get("activation_offloading", False) or value in ("offload", "offload_disk")
     on = how.checkpointing or (bool(value) and str(value).lower() != "false")
-    sheet.get("gradient_checkpointing_kwargs")
+    options = sheet.section("gradient_checkpointing_kwargs")
+    reentrant = bool(options.get("use_reentrant", not options)) and not how.checkpointing
     kind = "selective" if on and sheet.get("selective_checkpointing") else "full" if on else "none"
     if offload and method == "lora" and offload != "hidden_states" and not how.checkpointing:
         sheet.note("activation offloading of an adapter run: nothing is recomputed")
         kind = "none"
-    return {"checkpointing": kind, "activations_on_host": bool(offload)}
+    return {
+        "checkpointing": kind, "activations_on_host": bool(offload), "reentrant": reentrant and kind == "full",
+    }  # fmt: skip
 
 
 def _rows(sheet: Sheet, kind: hf.Attention) -> dict[str, Any]:

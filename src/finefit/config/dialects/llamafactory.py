@@ -151,7 +151,7 @@ def _adapter(sheet: Sheet) -> dict[str, Any]:
 def _kernels(sheet: Sheet, how: Sharding) -> dict[str, Any]:
     """Checkpointing, attention, loss and fused kernels."""
     checkpoints = not sheet.flag("disable_gradient_checkpointing") or how.checkpointing
-    sheet.get("use_reentrant_gc")
+    reentrant = sheet.flag("use_reentrant_gc", True)
     kind: hf.Attention = sheet.choice("flash_attn", "auto", _ATTENTION)
     loss, kernels = ("fused", True) if sheet.flag("enable_liger_kernel") else ("plain", False)
     if sheet.flag("use_liger_kernel"):
@@ -165,6 +165,7 @@ def _kernels(sheet: Sheet, how: Sharding) -> dict[str, Any]:
     sheet.get("upcast_lmhead_output")  # the plain loss raises logits anyway
     return {
         "checkpointing": "full" if checkpoints else "none", "activations_on_host": offloads, "attention": kind,
+        "reentrant": bool(checkpoints and reentrant and not how.checkpointing),
         "loss": loss, "fused_kernels": kernels,
     }  # fmt: skip
 

@@ -155,7 +155,10 @@ def _checkpointing(sheet: Sheet, how: Sharding) -> dict[str, Any]:
     options = {**sheet.section("gradient_checkpointing_kwargs"), **sheet.section("activation_checkpointing_kwargs")}
     some = on and isinstance(every := options.get("every_n_layers", 1), int) and every > 1
     offloads = sheet.flag("activation_offloading") or (on and bool(options.get("offload")))
-    return {"checkpointing": "selective" if some else "full" if on else "none", "activations_on_host": offloads}
+    return {
+        "checkpointing": "selective" if some else "full" if on else "none", "activations_on_host": offloads,
+        "reentrant": on and bool(options.get("use_reentrant", False)) and not how.checkpointing,
+    }  # fmt: skip
 
 
 def _wishes(sheet: Sheet, run: ForeignRun) -> None:
