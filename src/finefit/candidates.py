@@ -39,6 +39,7 @@ LOSS_CHUNK = {"cpu": 256, "cuda": 1024}
 Method = Literal["full", "lora", "qlora"]
 _LATE = (Checkpointing, FusedLoss, Accumulation, Clipping)  # techniques that say how a step runs, and add no tensors
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")  # what auto tries, in order
+_HALVES = ("bfloat16", "float16")
 ADAPTED = METHODS[1:]  # methods that train adapters on a frozen base
 
 
@@ -226,7 +227,10 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
 
 
 def precision_of(question: Question) -> Precision:
-    """``auto``: frozen weights stay in the checkpoint's bf16, trained ones have an fp32 master; fp32 without bf16."""
+    """``auto``: frozen weights of 16 bits are held in bf16, trained ones have an fp32 master; fp32 without bf16.
+
+    A frozen fp16 weight loses nothing by it that its product in bf16 would not lose.
+    """
     job = question.job
     if job.precision != "auto":
         if job.precision != "fp32" and not question.hardware.supports_bf16 and question.hardware.kind == "cuda":
@@ -235,4 +239,4 @@ def precision_of(question: Question) -> Precision:
         return Precision(job.precision)
     if not question.hardware.supports_bf16:
         return Precision("fp32")
-    return Precision("bf16" if job.method in ADAPTED and question.model.dtype == "bfloat16" else "bf16_mixed")
+    return Precision("bf16" if job.method in ADAPTED and question.model.dtype in _HALVES else "bf16_mixed")

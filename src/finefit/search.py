@@ -16,6 +16,7 @@ from .candidates import (
     candidate,
     candidates,
     over_devices,
+    precision_of,
     smallest_of,
     splits,
 )  # fmt: skip
@@ -87,6 +88,8 @@ def _plan(question: Question, fitting: list[Candidate], looked_at: list[Candidat
 
 def _caveats(question: Question) -> list[str]:
     notes = ["predicted: traced activations and exact states; tensors, not what kernels take inside one operator"]
+    if question.model.dtype == "float16" and precision_of(question).kind == "bf16":
+        notes.append("stored in float16, held in bfloat16: matrix products are rounded to it anyway")
     if question.hardware.kind == "cuda":
         notes.append("attention is counted as it runs on a CPU, and no slack of the allocator: --verify simulates both")
     if question.hardware.count > 1:

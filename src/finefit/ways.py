@@ -12,7 +12,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 from .batches import Uniform
-from .catalog import whole_gpus
+from .catalog import find_gpu, whole_gpus
 from .errors import ConfigError
 from .hardware import HardwareSpec
 from .spec import JobSpec
@@ -71,6 +71,7 @@ def ways_out(question: "Question", trials: Trials) -> Iterator[Way]:
         yield from _way("leave memory.* to the plan (auto)", free, trials)
         also = "memory.* auto and "
     yield from _shorter(also, free, trials, "longer examples are truncated")
+    yield from _bf16(also, question if not also else free, trials)
     smaller = [way for method in _SMALLER.get(question.job.method, ()) for way in _method(also, method, free, trials)]
     yield from smaller[:1]
     yield from _more_memory(question, trials)
@@ -89,6 +90,16 @@ def _way(says: str, question: "Question", trials: Trials, price: str = "") -> It
         return
     if found := trials.best(question):
         yield Way(says, *found, price)
+
+
+def _bf16(also: str, question: "Question", trials: Trials) -> Iterator[Way]:
+    """Weights, and what is kept of them while they train, in bf16, where the plan would hold them in fp32."""
+    if question.job.precision != "auto" or not question.hardware.supports_bf16:
+        return
+    trained = question.job.method == "full"
+    price = "updates are rounded to bf16: a choice of quality" if trained else "the frozen weights are rounded to bf16"
+    other = replace(question, job=replace(question.job, precision="bf16"))
+    yield from _way(f"{also}memory.precision=bf16", other, trials, price)
 
 
 def _shorter(says: str, question: "Question", trials: Trials, price: str) -> Iterator[Way]:
@@ -143,11 +154,13 @@ def _more_devices(question: "Question", trials: Trials) -> Iterator[Way]:
 
 
 def _larger_device(question: "Question", trials: Trials) -> Iterator[Way]:
-    """As many of the smallest catalogued GPU on which the budget would be enough."""
+    """As many of the smallest catalogued GPU of the same maker on which the budget would be enough."""
     device = question.hardware
+    known = find_gpu(device.name)
+    maker = known.maker if known else "NVIDIA"
     tensors: dict[bool, int] = {}  # bytes needed beside the context, by whether the device knows bf16
     for gpu in sorted(whole_gpus(), key=lambda gpu: gpu.memory_mib):
-        if gpu.memory_mib * MIB <= device.memory_bytes:
+        if gpu.maker != maker or gpu.memory_mib * MIB <= device.memory_bytes:
             continue
         on = replace(HardwareSpec.from_name(gpu.name), count=device.count, nodes=device.nodes)
         on = replace(on, network_bytes_per_s=device.network_bytes_per_s)

@@ -118,7 +118,7 @@ def test_every_smaller_device_would_not_do():
     named = next(way for way in ways(message_of(question).hint) if way.startswith("on a larger device"))
     found = applied(named, question).hardware
     for gpu in catalog.whole_gpus():
-        if gpu.memory_mib * MIB < found.memory_bytes:
+        if gpu.maker == "NVIDIA" and gpu.memory_mib * MIB < found.memory_bytes:
             smaller = applied(f"on a larger device, {gpu.name} (", question)
             with pytest.raises(DoesNotFit):
                 search(smaller)
@@ -127,3 +127,10 @@ def test_every_smaller_device_would_not_do():
 def test_when_no_change_helps_it_says_so():
     tiny = dataclasses.replace(LAPTOP, memory_bytes=100 * MIB)
     assert message_of(ask("100MiB", hardware=tiny)).hint == "a device with more memory"
+
+
+def test_another_device_is_of_the_same_maker():
+    card = HardwareSpec.from_name("RX 7900 XT")
+    found = ways(message_of(ask("96%", FULL, resolve_model("meta-llama/Llama-3.1-8B"), card)).hint)
+    named = next(way for way in found if way.startswith("on a larger device"))
+    assert catalog.find_gpu(named.removeprefix("on a larger device, ").partition(" (")[0]).maker == "AMD"

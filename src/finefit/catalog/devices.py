@@ -39,6 +39,7 @@ class CatalogGpu:
     note: str = ""
     peer_gb_per_s: float = 0.0
     supports_fp8: bool = False
+    maker: str = "NVIDIA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ def _slices(gpu: CatalogGpu, entry: dict[str, Any]) -> Iterator[CatalogGpu]:
             aliases=tuple(dict.fromkeys(f"{parent} {profile}" for parent in parents)),
             note=f"a MIG slice: {multiprocessors} of {entry['sms']} multiprocessors",
             supports_fp8=gpu.supports_fp8,
+            maker=gpu.maker,
         )
 
 
@@ -132,6 +134,7 @@ def _apple(entry: dict[str, Any]) -> Iterator[CatalogGpu]:
             supports_bf16=entry["supports_bf16"],
             aliases=(entry["name"],) if size == entry["memory_gb"][0] else (),
             note=note,
+            maker="Apple",
         )
 
 
