@@ -1,7 +1,8 @@
 """What fits a device: for each catalogued model and method the longest sequence it could be trained on, and how fast.
 
 One example to a micro-batch, as many blocks checkpointed as needed and no more, the default settings else. Lengths are
-multiples of 512 up to the model's own positions, found by bisection: what is needed grows with the length. Torch-free:
+multiples of 512 up to the model's own positions, found by bisection: what is needed grows with the length. Of several
+devices each has a shard of everything (ZeRO-3) and examples of its own. Torch-free:
 a model, or a method of it, that would need a trace first is told as unknown.
 """
 
@@ -13,6 +14,7 @@ from . import catalog
 from .batches import Uniform
 from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, techniques_of
 from .coefficients import SHIPPED, is_traced
+from .ranks import Ranks
 from .search import DEFAULT_BUDGET
 from .spec import HardwareSpec, JobSpec, ModelSpec
 from .techniques import Unsuitable
@@ -50,11 +52,12 @@ class Fit:
 def fits(hardware: HardwareSpec, methods: Sequence[Method] = METHODS, word: str = "") -> dict[str, Any]:
     """The device, what of it may be used, and a row for each model (with ``word`` in its name) and method."""
     budget = parse_budget(DEFAULT_BUDGET[hardware.kind], hardware.memory_bytes)
-    rows = [asdict(_fit(model, Question(spec, hardware, JobSpec(method=method, global_batch_size=EXAMPLES),
-                                        Uniform(EXAMPLES, STEP), budget)))
+    ranks = Ranks(shards=hardware.count, stage=3) if hardware.count > 1 else Ranks()
+    rows = [asdict(_fit(model, Question(spec, hardware, JobSpec(method=method, global_batch_size=EXAMPLES * ranks.data),
+                                        Uniform(EXAMPLES, STEP), budget, ranks)))
             for model, spec in _models(word) for method in methods]  # fmt: skip
     return {
-        "device": hardware.name, "memory_bytes": hardware.memory_bytes, "budget_bytes": budget.limit_bytes,
+        "device": hardware.says, "memory_bytes": hardware.memory_bytes, "budget_bytes": budget.limit_bytes,
         "methods": list(methods), "rows": rows,
     }  # fmt: skip
 
