@@ -14,9 +14,9 @@ from .cost import seconds_per_step
 from .errors import ConfigError
 from .footprint import Footprint
 from .layout import Layout, Micro, layout_of
-from .meshes import meshes, techniques_of_ranks
+from .mesh import Mesh
+from .meshes import meshes, techniques_of_mesh
 from .predict import footprint
-from .ranks import Ranks
 from .spec import HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
     Accumulation,
@@ -49,20 +49,20 @@ class Candidate:
     work: Work
     predicted: Footprint
     seconds: float
-    ranks: Ranks = field(default_factory=Ranks)
+    mesh: Mesh = field(default_factory=Mesh)
 
     def says(self) -> str:
         chosen = {t.name: t for t in self.techniques}
         split = chosen["accumulation"]
         k = chosen["checkpointing"].blocks if "checkpointing" in chosen else 0  # type: ignore[attr-defined]
         cap = f", {split.micro_batch_tokens} tokens" if split.micro_batch_tokens else ""  # type: ignore[attr-defined]
-        mesh = f"{self.ranks.says()}, " if self.ranks.devices > 1 else ""
+        mesh = f"{self.mesh.says()}, " if self.mesh.devices > 1 else ""
         return f"{mesh}micro-batch {split.micro_batch_size}{cap}, {k} blocks checkpointed"  # type: ignore[attr-defined]
 
     @property
     def tokens_per_s(self) -> float:
         """Of all devices together, padding not counted."""
-        return self.work.mean_real_tokens * self.ranks.data / self.seconds
+        return self.work.mean_real_tokens * self.mesh.data / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,18 @@ class Question:
     batches: Batches
     """Of one data-parallel rank."""
     budget: Budget
-    ranks: Ranks = field(default_factory=Ranks)
+    mesh: Mesh = field(default_factory=Mesh)
 
-    def over(self, ranks: Ranks) -> "Question":
+    def over(self, mesh: Mesh) -> "Question":
         """The same, divided over devices so."""
-        return replace(self, ranks=ranks, batches=self.batches.among(ranks.data))
+        return replace(self, mesh=mesh, batches=self.batches.among(mesh.data))
 
 
 def over_devices(question: Question) -> Iterator[Question]:
     """The question once for each way to divide it over the devices that suits the model."""
     found, why = 0, Unsuitable(f"{question.hardware.count} devices")
-    for ranks in meshes(question.hardware, question.job.global_batch_size):
-        asked = question.over(ranks)
+    for mesh in meshes(question.hardware, question.job.global_batch_size):
+        asked = question.over(mesh)
         try:
             size, tokens = next(splits(asked))
             work = asked.batches.work(size, tokens, asked.job.pin("packing") == "false")
@@ -104,7 +104,7 @@ def candidates(question: Question, limit: int) -> Iterator[Candidate]:
     """For each micro-batch size the least checkpointing that fits, and the most if none does."""
     depth = question.model.num_hidden_layers
     pinned = question.job.pin("checkpointing")
-    if question.ranks.devices > 1:  # most ways of dividing are hopeless, and their smallest combination says so
+    if question.mesh.devices > 1:  # most ways of dividing are hopeless, and their smallest combination says so
         least = smallest_of(question)
         if least.predicted.total_bytes > limit:
             yield least
@@ -146,7 +146,7 @@ def smallest_of(question: Question) -> Candidate:
 def splits(question: Question) -> Iterator[tuple[int, int]]:
     """(examples, tokens) a micro-batch may hold, largest first; tokens are limited only where examples are packed."""
     job, batches = question.job, question.batches
-    examples = -(-job.global_batch_size // question.ranks.data)
+    examples = -(-job.global_batch_size // question.mesh.data)
     size, tokens = job.pin("micro_batch_size"), job.pin("micro_batch_tokens")
     if size is not None and int(size) > job.global_batch_size:
         hint = f"say at most {job.global_batch_size}, or raise train.global_batch_size"
@@ -181,7 +181,7 @@ def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique
     """Techniques on the work of a run: predicted for its worst micro-batch, timed for its mean."""
     layouts = [rewrite(model, micro, techniques) for micro in work.largest]
     predicted = max((footprint(layout, hardware) for layout in layouts), key=lambda f: f.peak_bytes)
-    return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware), layouts[0].ranks)
+    return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware), layouts[0].mesh)
 
 
 def rewrite(model: ModelSpec, micro: Micro, techniques: Sequence[Technique]) -> Layout:
@@ -205,7 +205,7 @@ def _held(model: ModelSpec, techniques: tuple[Technique, ...]) -> Layout:
 
 def techniques_of(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> tuple[Technique, ...]:
     job, kind = question.job, question.hardware.kind
-    chosen: list[Technique] = [precision_of(question), *techniques_of_ranks(question.ranks)]
+    chosen: list[Technique] = [precision_of(question), *techniques_of_mesh(question.mesh)]
     if job.method == "qlora":
         bits, scales = int(job.pin("qlora.bits") or 4), job.pin("qlora.scales") or "double"
         chosen.append(QuantizedBase(cast(Bits, bits), cast(Scales, scales), CHUNK[kind]))

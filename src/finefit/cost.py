@@ -38,12 +38,12 @@ _DEQUANTISED_BYTES, _DEQUANTISED_CALLS = {4: 25, 8: 15}, 12
 
 def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Seconds of one optimizer step with the mean work of the run, of one rank's share of it."""
-    ranks = layout.ranks
-    busy = _blocks_s(layout, work, hardware) / (ranks.tensor * ranks.stages)
+    mesh = layout.mesh
+    busy = _blocks_s(layout, work, hardware) / (mesh.tensor * mesh.stages)
     updated = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) * 7
-    shards = ranks.shards if ranks.stage else 1
-    update = updated / (shards * ranks.stages) / hardware.bandwidth_bytes_per_s
-    if ranks.devices == 1:
+    shards = mesh.shards if mesh.stage else 1
+    update = updated / (shards * mesh.stages) / hardware.bandwidth_bytes_per_s
+    if mesh.devices == 1:
         return busy + update
     return with_traffic(busy, layout, work, hardware) + update
 
@@ -58,7 +58,7 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     products = _linear_flops(layout, again) * work.mean_tokens + _head_flops(layout, work)
     attention = 2 * layout.model.q_width * work.mean_square * depth * (1 + again + 2.5) / on.attention_share
     # a tensor-parallel rank makes as many calls as a device alone
-    calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.ranks.tensor
+    calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.mesh.tensor
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
     traffic = moved / hardware.bandwidth_bytes_per_s
     return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
@@ -84,7 +84,7 @@ def _linear_flops(layout: Layout, again: float) -> float:
     """Floating-point operations of the blocks' linears for one token."""
     linears = [g for g in layout.groups if g.role in _MULTIPLIED and g.name.startswith("block.")]
     base = sum(g.numel * g.count * _met_share(layout, g.role) for g in linears if "lora_" not in g.name)
-    base *= layout.ranks.tensor  # a rank's groups are its part
+    base *= layout.mesh.tensor  # a rank's groups are its part
     adapters = sum(g.numel * g.count for g in linears if "lora_" in g.name)
     trains = any(g.trainable for g in linears if "lora_" not in g.name)
     passes = 2 + trains + again

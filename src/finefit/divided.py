@@ -37,7 +37,7 @@ class Part:
 
 def parts(layout: Layout) -> tuple[Part, ...]:
     """The devices that may need most: of a pipeline the first (most micro-batches held) and the last (the head)."""
-    stages = layout.ranks.stages
+    stages = layout.mesh.stages
     if stages == 1:
         return (Part(layout),)
     tied = layout.model.tie_word_embeddings
@@ -54,16 +54,16 @@ def _is_block(group: ParamGroup) -> bool:
 
 
 def _of_stage(group: ParamGroup, layout: Layout) -> ParamGroup:
-    return replace(group, count=-(-group.count // layout.ranks.stages)) if _is_block(group) else group
+    return replace(group, count=-(-group.count // layout.mesh.stages)) if _is_block(group) else group
 
 
 class Divided:
     """The sections of one device's step, made from those of a single device's."""
 
     def __init__(self, layout: Layout, fixed: Mapping[str, int]) -> None:
-        ranks = layout.ranks
-        self.tensor, self.stage, self.depth = ranks.tensor, ranks.stage, layout.depth
-        self.reduces = ranks.stage >= 2
+        mesh = layout.mesh
+        self.tensor, self.stage, self.depth = mesh.tensor, mesh.stage, layout.depth
+        self.reduces = mesh.stage >= 2
         """Gradients are reduced to shards after every block's backward."""
         blocks = [g for g in layout.groups if _is_block(g)]
         self.block = sum(_computed(g, layout) for g in blocks) // layout.depth

@@ -12,9 +12,9 @@ from typing import Literal, cast, get_args
 from .batches import Work
 from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, splits, techniques_of
 from .coefficients import is_traced
-from .meshes import meshes, ranks_of
+from .mesh import Mesh
+from .meshes import mesh_of, meshes
 from .plan import Neighbour, Plan, Verdict
-from .ranks import Ranks
 from .search import SLOWER, best_of, best_over
 from .techniques import Accumulation, Checkpointing, Precision, Unsuitable
 from .units import format_bytes
@@ -27,7 +27,7 @@ _QUALITY = "a choice of quality, so yours"
 def explained(question: Question, plan: Plan) -> Plan:
     """``plan``, the answer to ``question``, with its neighbours and with why it stops where it does."""
     asked = replace(question, job=replace(question.job, method=cast(Method, plan.method)))
-    asked = asked.over(ranks_of(plan.techniques))
+    asked = asked.over(mesh_of(plan.techniques))
     beside = _Beside(asked, plan)
     near = (
         *beside.blocks(), *beside.sizes(), *beside.meshes(question), *beside.without(), *beside.precisions(),
@@ -47,7 +47,7 @@ def _enough(question: Question, plan: Plan, beside: "_Beside") -> Iterator[str]:
     uses = f"{format_bytes(plan.predicted.total_bytes)} of {limit}"
     if question.job.pin("checkpointing") is None:
         if beside.k:
-            fewer = max(beside.k - beside.question.ranks.stages, 0)  # every stage of a pipeline one less
+            fewer = max(beside.k - beside.question.mesh.stages, 0)  # every stage of a pipeline one less
             less = format_bytes(beside.at(fewer).predicted.total_bytes)
             yield f"checkpointing {beside.k} of {depth} blocks is enough: {uses}; {fewer} would need {less}"
         else:
@@ -111,12 +111,12 @@ class _Beside:
 
     def meshes(self, whole: Question) -> Iterator[Neighbour]:
         """The devices divided otherwise in one degree, each with the best it would do; ``whole`` is not divided yet."""
-        job, chosen = replace(whole.job, method=cast(Method, self.plan.method)), self.question.ranks
-        for ranks in meshes(whole.hardware, job.global_batch_size):
-            if not _is_near(ranks, chosen):
+        job, chosen = replace(whole.job, method=cast(Method, self.plan.method)), self.question.mesh
+        for mesh in meshes(whole.hardware, job.global_batch_size):
+            if not _is_near(mesh, chosen):
                 continue
-            if found := best_over(replace(whole, job=job), ranks, self.limit):
-                yield self._judged(ranks.says(), found, "")
+            if found := best_over(replace(whole, job=job), mesh, self.limit):
+                yield self._judged(mesh.says(), found, "")
 
     def without(self) -> Iterator[Neighbour]:
         """One of the techniques that are on unless switched off, off."""
@@ -160,13 +160,13 @@ class _Beside:
         return Neighbour(says, verdict, why, found.predicted.total_bytes, found.tokens_per_s)
 
 
-def _is_near(ranks: Ranks, chosen: Ranks) -> bool:
+def _is_near(mesh: Mesh, chosen: Mesh) -> bool:
     """Differs in what is divided among data-parallel ranks, or in one degree of the other two and nothing else."""
-    degrees = ((ranks.tensor, chosen.tensor), (ranks.stages, chosen.stages))
+    degrees = ((mesh.tensor, chosen.tensor), (mesh.stages, chosen.stages))
     if all(one == other for one, other in degrees):
-        return ranks != chosen
+        return mesh != chosen
     near = all(one in (other // 2, other, other * 2) for one, other in degrees)
-    return near and sum(one != other for one, other in degrees) == 1 and ranks.stage == chosen.stage
+    return near and sum(one != other for one, other in degrees) == 1 and mesh.stage == chosen.stage
 
 
 def _methods(question: Question, plan: Plan) -> Iterator[Neighbour]:

@@ -14,7 +14,7 @@ from . import catalog
 from .batches import Uniform
 from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, techniques_of
 from .coefficients import SHIPPED, is_traced
-from .ranks import Ranks
+from .mesh import Mesh
 from .search import DEFAULT_BUDGET
 from .spec import HardwareSpec, JobSpec, ModelSpec
 from .techniques import Unsuitable
@@ -52,9 +52,9 @@ class Fit:
 def fits(hardware: HardwareSpec, methods: Sequence[Method] = METHODS, word: str = "") -> dict[str, Any]:
     """The device, what of it may be used, and a row for each model (with ``word`` in its name) and method."""
     budget = parse_budget(DEFAULT_BUDGET[hardware.kind], hardware.memory_bytes)
-    ranks = Ranks(shards=hardware.count, stage=3) if hardware.count > 1 else Ranks()
-    rows = [asdict(_fit(model, Question(spec, hardware, JobSpec(method=method, global_batch_size=EXAMPLES * ranks.data),
-                                        Uniform(EXAMPLES, STEP), budget, ranks)))
+    mesh = Mesh(shards=hardware.count, stage=3) if hardware.count > 1 else Mesh()
+    rows = [asdict(_fit(model, Question(spec, hardware, JobSpec(method=method, global_batch_size=EXAMPLES * mesh.data),
+                                        Uniform(EXAMPLES, STEP), budget, mesh)))
             for model, spec in _models(word) for method in methods]  # fmt: skip
     return {
         "device": hardware.says, "memory_bytes": hardware.memory_bytes, "budget_bytes": budget.limit_bytes,

@@ -6,7 +6,7 @@ Techniques rewrite it on paper; ``predict.footprint`` is its only reader of byte
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
-from .ranks import Ranks
+from .mesh import Mesh
 from .spec import ModelSpec, Parameter, Role
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
@@ -54,7 +54,7 @@ class Layout:
     """Bytes beside the parameters while a weight is loaded that is not kept as it is stored."""
     state_tensors: int = 2
     """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
-    ranks: Ranks = field(default_factory=Ranks)
+    mesh: Mesh = field(default_factory=Mesh)
     """How it is divided over devices; bytes are of one of them."""
 
     def with_word(self, word: str) -> Self:
@@ -63,7 +63,7 @@ class Layout:
     @property
     def depth(self) -> int:
         """Blocks of the stage that has most."""
-        return -(-self.model.num_hidden_layers // self.ranks.stages)
+        return -(-self.model.num_hidden_layers // self.mesh.stages)
 
 
 def layout_of(model: ModelSpec, micro: Micro) -> Layout:

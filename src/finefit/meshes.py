@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .hardware import HardwareSpec
-from .ranks import Ranks, Stage
+from .mesh import Mesh, Stage
 from .techniques import DataParallel, PipelineParallel, Technique, TensorParallel, Zero
 from .traffic import per_machine
 
 _MOST_STAGES = 16
 
 
-def meshes(hardware: HardwareSpec, examples: int) -> Iterator[Ranks]:
+def meshes(hardware: HardwareSpec, examples: int) -> Iterator[Mesh]:
     """Each way to use all of the devices for a global batch of so many examples; the simplest first."""
     here = per_machine(hardware)
     for tensor in _divisors(here):
@@ -24,50 +24,50 @@ def meshes(hardware: HardwareSpec, examples: int) -> Iterator[Ranks]:
             data = hardware.count // (tensor * stages)
             if stages > _MOST_STAGES or hardware.count % (tensor * stages) or data > examples:
                 continue
-            yield from _of_data(data, max(here // tensor, 1), Ranks(tensor=tensor, stages=stages))
+            yield from _of_data(data, max(here // tensor, 1), Mesh(tensor=tensor, stages=stages))
 
 
-def _of_data(data: int, inside: int, ranks: Ranks) -> Iterator[Ranks]:
+def _of_data(data: int, inside: int, mesh: Mesh) -> Iterator[Mesh]:
     if data == 1:
-        yield ranks
+        yield mesh
         return
-    yield replace(ranks, replicas=data)
-    kinds: tuple[Stage, ...] = (1, 2) if ranks.stages > 1 else (1, 2, 3)
+    yield replace(mesh, replicas=data)
+    kinds: tuple[Stage, ...] = (1, 2) if mesh.stages > 1 else (1, 2, 3)
     for stage in kinds:
-        yield replace(ranks, shards=data, stage=stage)
+        yield replace(mesh, shards=data, stage=stage)
         if stage > 1 and 1 < inside < data and data % inside == 0:
-            yield replace(ranks, shards=inside, replicas=data // inside, stage=stage)
+            yield replace(mesh, shards=inside, replicas=data // inside, stage=stage)
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0] if n <= 4096 else [d for d in range(1, 65) if n % d == 0]
 
 
-def techniques_of_ranks(ranks: Ranks) -> list[Technique]:
+def techniques_of_mesh(mesh: Mesh) -> list[Technique]:
     """What divides a run so."""
     found: list[Technique] = []
-    if ranks.tensor > 1:
-        found.append(TensorParallel(ranks.tensor))
-    if ranks.stages > 1:
-        found.append(PipelineParallel(ranks.stages))
-    if ranks.replicas > 1:
-        found.append(DataParallel(ranks.replicas))
-    if ranks.stage:
-        found.append(Zero(ranks.stage, ranks.shards))
+    if mesh.tensor > 1:
+        found.append(TensorParallel(mesh.tensor))
+    if mesh.stages > 1:
+        found.append(PipelineParallel(mesh.stages))
+    if mesh.replicas > 1:
+        found.append(DataParallel(mesh.replicas))
+    if mesh.stage:
+        found.append(Zero(mesh.stage, mesh.shards))
     return found
 
 
-def ranks_of(techniques: Iterable[Technique]) -> Ranks:
+def mesh_of(techniques: Iterable[Technique]) -> Mesh:
     """The way these techniques divide a run."""
-    ranks = Ranks()
+    mesh = Mesh()
     for one in techniques:
         match one:
             case TensorParallel(n):
-                ranks = replace(ranks, tensor=n)
+                mesh = replace(mesh, tensor=n)
             case PipelineParallel(n):
-                ranks = replace(ranks, stages=n)
+                mesh = replace(mesh, stages=n)
             case DataParallel(n):
-                ranks = replace(ranks, replicas=n)
+                mesh = replace(mesh, replicas=n)
             case Zero(stage, n):
-                ranks = replace(ranks, stage=stage, shards=n)
-    return ranks
+                mesh = replace(mesh, stage=stage, shards=n)
+    return mesh

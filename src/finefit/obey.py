@@ -13,7 +13,7 @@ from .candidates import judged, rewrite
 from .config import Config
 from .errors import ConfigError, DoesNotFit
 from .footprint import Footprint
-from .meshes import ranks_of
+from .meshes import mesh_of
 from .plan import Plan
 from .predict import footprint
 from .spec import HardwareSpec, ModelSpec
@@ -43,7 +43,7 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
         contradictions.insert(0, f"it is for {plan.model}, the model is {model.name}")
     if contradictions:
         raise ConfigError("the plan is of another run: " + "; ".join(contradictions), hint=AGAIN)
-    if (devices := ranks_of(plan.techniques).devices) > 1:
+    if (devices := mesh_of(plan.techniques).devices) > 1:
         hint = "make one for one device: finefit plan MODEL DATA -o FILE"
         raise ConfigError(f"the plan is for {devices} devices, and this version trains on one", hint=hint)
     work = wish.batches.work(*_limits(plan))

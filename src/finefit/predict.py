@@ -25,7 +25,7 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
-    stage, shards = layout.ranks.stage, layout.ranks.shards
+    stage, shards = layout.mesh.stage, layout.mesh.shards
 
     def held(group: ParamGroup, since: int) -> int:
         return (-(-group.numel // shards) if stage >= since else group.numel) * group.count * group.bits // 8
@@ -73,7 +73,7 @@ def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
     largest = max((g.numel * g.bits // 8 for g in layout.groups), default=0)
     walk.best["load"] = {"parameter": fixed["parameter"], "temporary": max(largest, layout.in_flight)}
     walk.best["save"] = {c: n for c, n in held.items() if n and c != "gradient"}
-    reserved = hardware.context_bytes + nccl_bytes(layout.ranks.devices) if hardware else 0
+    reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices) if hardware else 0
     return Footprint("predicted", walk.best, reserved)
 
 
@@ -113,7 +113,7 @@ class _Walk:
     def __init__(self, part: Part, fixed: Mapping[str, int], itinerary: Iterable[tuple[str, str, int]]) -> None:
         layout = part.layout
         self.part, self.fixed = part, fixed
-        self.divided = Divided(layout, fixed) if layout.ranks.devices > 1 else None
+        self.divided = Divided(layout, fixed) if layout.mesh.devices > 1 else None
         self.sizes = sizes_of(layout)
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         tokens, labelled = layout.micro.tokens, layout.micro.labelled

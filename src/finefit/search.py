@@ -21,8 +21,8 @@ from .candidates import (
     splits,
 )  # fmt: skip
 from .errors import ConfigError, DoesNotFit, EngineError
+from .mesh import Mesh
 from .plan import Alternative, Plan
-from .ranks import Ranks
 from .spec import JobSpec
 from .techniques import Accumulation, Unsuitable
 from .traffic import MACHINE, NETWORK, per_machine
@@ -182,10 +182,10 @@ def _least(question: Question) -> int | None:
     return min(needed, default=None)
 
 
-def best_over(question: Question, ranks: Ranks, limit: int) -> Candidate | None:
+def best_over(question: Question, mesh: Mesh, limit: int) -> Candidate | None:
     """The fastest combination within ``limit`` on devices divided so, else the smallest; None where that does not suit."""
     try:
-        looked_at = list(candidates(question.over(ranks), limit))
+        looked_at = list(candidates(question.over(mesh), limit))
     except Unsuitable:
         return None
     fitting = [c for c in looked_at if c.predicted.total_bytes <= limit]

@@ -20,7 +20,7 @@ _COLLECTIVE_S = 20e-6  # one collective's start, by the same tests
 def with_traffic(busy_s: float, layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Seconds of forward and backward, of which ``busy_s`` are compute on each device, with all waiting."""
     waits = _tensor_s(layout, work, hardware)
-    busy = (busy_s + waits) * (1 + (layout.ranks.stages - 1) / max(work.mean_steps, 1.0))
+    busy = (busy_s + waits) * (1 + (layout.mesh.stages - 1) / max(work.mean_steps, 1.0))
     sent = _data_s(layout, work, hardware)
     return max(busy, sent) + min(busy, sent) / layout.depth
 
@@ -52,37 +52,37 @@ def _ring_s(n_bytes: float, ranks: int, beside: int, hardware: HardwareSpec) -> 
 
 def _tensor_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Gathers and scatters of rows: two each a block in forward, as many in backward and where it is computed again."""
-    ranks = layout.ranks
-    if ranks.tensor == 1:
+    mesh = layout.mesh
+    if mesh.tensor == 1:
         return 0.0
     width = 4 if layout.graph[0] == "fp32" else 2
     depth = layout.model.num_hidden_layers
-    passes = 4 * (2 + layout.checkpointed / depth) * depth / ranks.stages
+    passes = 4 * (2 + layout.checkpointed / depth) * depth / mesh.stages
     rows = work.mean_tokens * layout.model.hidden_size * width
-    return passes * (_ring_s(rows, ranks.tensor, 1, hardware) + _COLLECTIVE_S * work.mean_steps)
+    return passes * (_ring_s(rows, mesh.tensor, 1, hardware) + _COLLECTIVE_S * work.mean_steps)
 
 
 def _data_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Gradients reduced and weights gathered."""
-    ranks = layout.ranks
-    if ranks.data == 1:
+    mesh = layout.mesh
+    if mesh.data == 1:
         return 0.0
     weights, gradients = _held_bytes(layout)
     once, micro_steps = 1.0, max(work.mean_steps, 1.0)
-    gathers = {0: 0.0, 1: once, 2: once, 3: 2 * micro_steps}[ranks.stage]
-    reductions = micro_steps if ranks.stage >= 2 else 2 * once
-    sharded = gathers * (weights if ranks.stage >= 2 else gradients) + reductions * gradients
-    if ranks.stage == 0:
-        return _ring_s(sharded, ranks.replicas, ranks.tensor, hardware)
-    copies = 2 * gradients / ranks.shards
-    among = _ring_s(sharded, ranks.shards, ranks.tensor, hardware)
-    return among + _ring_s(copies, ranks.replicas, ranks.tensor * ranks.shards, hardware)
+    gathers = {0: 0.0, 1: once, 2: once, 3: 2 * micro_steps}[mesh.stage]
+    reductions = micro_steps if mesh.stage >= 2 else 2 * once
+    sharded = gathers * (weights if mesh.stage >= 2 else gradients) + reductions * gradients
+    if mesh.stage == 0:
+        return _ring_s(sharded, mesh.replicas, mesh.tensor, hardware)
+    copies = 2 * gradients / mesh.shards
+    among = _ring_s(sharded, mesh.shards, mesh.tensor, hardware)
+    return among + _ring_s(copies, mesh.replicas, mesh.tensor * mesh.shards, hardware)
 
 
 def _held_bytes(layout: Layout) -> tuple[float, float]:
     """Bytes of all weights as they are gathered, and of all gradients, of one stage's device."""
     bf16 = layout.graph[0] == "bf16"
     sizes = [(g.numel * g.count * (min(g.bits, 16) if bf16 else g.bits) / 8, g) for g in layout.groups]
-    stages = layout.ranks.stages
+    stages = layout.mesh.stages
     weights = sum(n_bytes for n_bytes, _ in sizes) / stages
     return weights, sum(g.numel * g.count * g.bits / 8 for _, g in sizes if g.trainable) / stages

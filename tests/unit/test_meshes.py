@@ -13,10 +13,10 @@ from finefit.cost import seconds_per_step
 from finefit.errors import ConfigError, DoesNotFit
 from finefit.explain import explained
 from finefit.layout import Micro
-from finefit.meshes import meshes, ranks_of, techniques_of_ranks
+from finefit.mesh import Mesh
+from finefit.meshes import mesh_of, meshes, techniques_of_mesh
 from finefit.obey import Wish, obeyed
 from finefit.predict import footprint, states
-from finefit.ranks import Ranks
 from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, ModelSpec, resolve_model
 from finefit.techniques import (
@@ -61,26 +61,26 @@ FULL = JobSpec(method="full", global_batch_size=64, max_length=2048, longest=204
 def test_every_way_uses_all_devices_and_is_there_once(gpu):
     hardware = HardwareSpec.from_name(gpu)
     found = list(meshes(hardware, 4096))
-    assert {ranks.devices for ranks in found} == {hardware.count}
+    assert {mesh.devices for mesh in found} == {hardware.count}
     assert len(set(found)) == len(found) > 2
 
 
 def test_one_device_is_not_divided():
-    assert list(meshes(HardwareSpec.from_name("RTX 4090"), 16)) == [Ranks()]
+    assert list(meshes(HardwareSpec.from_name("RTX 4090"), 16)) == [Mesh()]
 
 
 def test_every_data_parallel_rank_has_an_example():
-    assert max(ranks.data for ranks in meshes(EIGHT, 2)) == 2
+    assert max(mesh.data for mesh in meshes(EIGHT, 2)) == 2
 
 
 def test_tensor_parallel_stays_inside_a_machine():
-    assert max(ranks.tensor for ranks in meshes(HardwareSpec.from_name("16x DGX H100"), 4096)) == 8
+    assert max(mesh.tensor for mesh in meshes(HardwareSpec.from_name("16x DGX H100"), 4096)) == 8
 
 
-@pytest.mark.parametrize("ranks", meshes(HardwareSpec.from_name("2x DGX H100"), 64), ids=Ranks.says)
-def test_a_way_is_read_back_from_its_techniques(ranks):
-    assert ranks_of(techniques_of_ranks(ranks)) == ranks
-    assert rewrite(resolve_model("meta-llama/Llama-3.1-8B"), MICRO, (Precision("bf16"), *techniques_of_ranks(ranks))).ranks == ranks  # fmt: skip
+@pytest.mark.parametrize("mesh", meshes(HardwareSpec.from_name("2x DGX H100"), 64), ids=Mesh.says)
+def test_a_way_is_read_back_from_its_techniques(mesh):
+    assert mesh_of(techniques_of_mesh(mesh)) == mesh
+    assert rewrite(resolve_model("meta-llama/Llama-3.1-8B"), MICRO, (Precision("bf16"), *techniques_of_mesh(mesh))).mesh == mesh  # fmt: skip
 
 
 # --- what one of them holds
@@ -211,7 +211,7 @@ def test_a_second_device_doubles_the_speed_of_what_fits_one():
 def test_what_fits_no_device_is_sharded_over_several():
     plan = search(question("8x A100-80GB", FULL))
     assert plan.hardware == "8 x A100 80GB"
-    assert ranks_of(plan.techniques).devices == 8
+    assert mesh_of(plan.techniques).devices == 8
     assert plan.predicted.total_bytes <= plan.budget_bytes
     with pytest.raises(DoesNotFit, match=r"RTX 4090 may use 23\.03 GiB each"):
         search(question("2x RTX 4090", FULL))
@@ -228,7 +228,7 @@ def test_a_question_for_512_devices_is_answered_in_three_seconds():
     start = time.process_time()
     plan = search(question("64x DGX H100", job, "meta-llama/Llama-3.1-405B", 4096))
     assert time.process_time() - start < 3
-    assert ranks_of(plan.techniques).devices == 512
+    assert mesh_of(plan.techniques).devices == 512
 
 
 def test_neighbours_divide_otherwise():
@@ -248,9 +248,9 @@ def test_a_plan_for_several_devices_is_not_begun_on_one():
 
 def test_more_devices_than_examples_are_still_used():
     plan = search(question("8x A100-80GB", dataclasses.replace(FULL, global_batch_size=2)))
-    ranks = ranks_of(plan.techniques)
-    assert (ranks.devices, ranks.data <= 2) == (8, True)
+    mesh = mesh_of(plan.techniques)
+    assert (mesh.devices, mesh.data <= 2) == (8, True)
 
 
 def test_a_machine_without_gpus_is_one_device():
-    assert ranks_of(search(ask()).techniques) == Ranks()
+    assert mesh_of(search(ask()).techniques) == Mesh()

@@ -18,7 +18,7 @@ class DataParallel(Technique):
     ranks: int
 
     def rewrite(self, layout: Layout) -> Layout:
-        return replace(layout, ranks=replace(layout.ranks, replicas=self.ranks))
+        return replace(layout, mesh=replace(layout.mesh, replicas=self.ranks))
 
     def describe(self) -> str:
         return f"{self.ranks} times the same, each with examples of its own; gradients are summed once a step"

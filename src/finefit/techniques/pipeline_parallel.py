@@ -22,7 +22,7 @@ class PipelineParallel(Technique):
         depth = layout.model.num_hidden_layers
         if self.stages > depth:
             raise Unsuitable(f"{self.stages} stages for {depth} blocks")
-        return replace(layout, ranks=replace(layout.ranks, stages=self.stages))
+        return replace(layout, mesh=replace(layout.mesh, stages=self.stages))
 
     def describe(self) -> str:
         return f"the blocks in {self.stages} stages, micro-batches one behind the other (1F1B)"

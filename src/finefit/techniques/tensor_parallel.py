@@ -31,7 +31,7 @@ class TensorParallel(Technique):
         if layout.dequantised:
             raise Unsuitable("blocks of quantised weights do not divide by rows and columns")
         groups = tuple(g if self._is_whole(g) else replace(g, numel=-(-g.numel // n)) for g in layout.groups)
-        return replace(layout, groups=groups, ranks=replace(layout.ranks, tensor=n))
+        return replace(layout, groups=groups, mesh=replace(layout.mesh, tensor=n))
 
     @staticmethod
     def _is_whole(group: ParamGroup) -> bool:

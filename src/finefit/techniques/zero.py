@@ -29,12 +29,12 @@ class Zero(Technique):
     ranks: int
 
     def rewrite(self, layout: Layout) -> Layout:
-        if self.stage == 3 and layout.ranks.stages > 1:
+        if self.stage == 3 and layout.mesh.stages > 1:
             raise Unsuitable("in a pipeline the weights would be gathered again for every micro-batch")
         graph = layout.graph
         if self.stage > 1:
             graph = tuple("bf16" if word == "bf16_mixed" else word for word in graph)
-        return replace(layout, graph=graph, ranks=replace(layout.ranks, shards=self.ranks, stage=self.stage))
+        return replace(layout, graph=graph, mesh=replace(layout.mesh, shards=self.ranks, stage=self.stage))
 
     def describe(self) -> str:
         after = "" if self.stage < 3 else "; a block's weights are gathered while it runs"

@@ -1,4 +1,4 @@
-"""Ranks: how a run is divided over devices. Degrees only; what each of them means in bytes is ``predict``'s, in seconds
+"""Mesh: how a run is divided over devices. Degrees only; what each of them means in bytes is ``predict``'s, in seconds
 ``traffic``'s."""
 
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ Stage = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class Mesh:
     """``shards`` times ``replicas`` ranks have data of their own; each is ``tensor`` times ``stages`` devices."""
 
     replicas: int = 1
-    """Ranks, or groups of shards, that hold the same."""
+    """Mesh, or groups of shards, that hold the same."""
     shards: int = 1
-    """Ranks that optimizer states (stage 1), gradients too (2), weights too (3) are divided among."""
+    """Mesh that optimizer states (stage 1), gradients too (2), weights too (3) are divided among."""
     stage: Stage = 0
     tensor: int = 1
     """Devices that share every weight matrix, and the rows between them (sequence parallel)."""
