@@ -4,7 +4,9 @@ Rules of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`
 to 512 bytes; up to 1 MiB they come from 2 MiB segments, up to 10 MiB from 20 MiB segments, else from segments rounded
 to 2 MiB; best fit; a block is split when what is left is worth it; neighbours merge when freed; when the device
 refuses, whole cached segments are given back and it is asked again. ``expandable`` maps 2 MiB or 20 MiB pages at the
-end of one long segment instead. One stream; no ``max_split_size``, no garbage collection threshold.
+end of one long segment instead. Blocks belong to the CUDA stream they were taken on, each has its pools and segments;
+what is cached on one stream serves no other until it is given back to the device. No ``max_split_size``, no garbage
+collection threshold.
 """
 
 import bisect
@@ -24,8 +26,9 @@ _ROUND, _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM, _LARGE_ROUND = (
 )
 
 Kind = Literal["classic", "expandable"]
-Event = tuple[int, int]
-"""(key of the tensor, bytes): positive where it is made, negative where it goes; keys may be used again."""
+Event = tuple[int, int] | tuple[int, int, int]
+"""(key of the tensor, bytes, CUDA stream: 0 if left out): positive where it is made, negative where it goes; keys may be
+used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,13 @@ def replay(
     memory = _Classic(capacity) if kind == "classic" else _Expandable(capacity)
     held: dict[int, tuple[_Pool, _Block]] = {}
     live = most = 0
-    for i, (key, n_bytes) in enumerate(events):
+    for i, (key, n_bytes, *stream) in enumerate(events):
         if i == emptied_at:
             memory.empty()
             most = live
         if n_bytes > 0:
             size = -(-n_bytes // _ROUND) * _ROUND
-            pool = memory.pools[size > _SMALL]
+            pool = memory.pool(stream[0] if stream else 0, size <= _SMALL)
             block = memory.take(pool, size)
             if block is None:
                 return Replay(most, memory.most, memory.retries, i)
@@ -98,9 +101,12 @@ class _Block:
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """Free blocks by (size, address)."""
+    """Free blocks by (size, address); ``end`` and ``top`` are of an expandable segment: its last block, its end."""
 
     is_small: bool
+    base: int = 0
+    end: "_Block | None" = None
+    top: int = 0
     keys: list[tuple[int, int]] = field(default_factory=list)
     blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
 
@@ -121,8 +127,15 @@ class _Memory(ABC):
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self.reserved = self.most = self.retries = 0
-        self.pools = {False: _Pool(True), True: _Pool(False)}
+        self.pools: dict[tuple[int, bool], _Pool] = {}
         self.top = 0  # next unused address
+
+    def pool(self, stream: int, is_small: bool) -> _Pool:
+        key = (stream, is_small)
+        if key not in self.pools:
+            base = len(self.pools) << 60  # of an expandable segment: no two ever touch
+            self.pools[key] = _Pool(is_small, base, None, base)
+        return self.pools[key]
 
     def empty(self) -> None:
         self.give_back()
@@ -203,13 +216,8 @@ def _segment_bytes(size: int) -> int:
 class _Expandable(_Memory):
     """One segment a pool; mapped pages are its blocks. Pages given back leave holes that are not mapped again."""
 
-    def __init__(self, capacity: int | None) -> None:
-        super().__init__(capacity)
-        self.ends: dict[bool, _Block | None] = {True: None, False: None}  # last mapped block, by pool.is_small
-        self.tops = {True: 0, False: 1 << 60}
-
     def take(self, pool: _Pool, size: int) -> _Block | None:
-        end = self.ends[pool.is_small]
+        end = pool.end
         at = bisect.bisect_left(pool.keys, (size, -1))
         # The last block can grow without end, so any other that fits is a better fit.
         if at < len(pool.keys) and pool.blocks[pool.keys[at]] is end and at + 1 < len(pool.keys):
@@ -223,30 +231,30 @@ class _Expandable(_Memory):
             self.give_back()
             if not self._map(pool, size):
                 return None
-        end = self.ends[pool.is_small]
+        end = pool.end
         assert end is not None
         pool.remove(end)
         return self._carve(pool, end, size)
 
     def _carve(self, pool: _Pool, block: _Block, size: int) -> _Block:
-        was_end = self.ends[pool.is_small] is block
+        was_end = pool.end is block
         taken = self.carve(pool, block, size, _ROUND)
         if was_end:
-            self.ends[pool.is_small] = taken.after or taken
+            pool.end = taken.after or taken
         return taken
 
     def give(self, pool: _Pool, block: _Block) -> None:
-        end = self.ends[pool.is_small]
+        end = pool.end
         swallowed = block.after is end and end is not None and end.free
         super().give(pool, block)
         if swallowed:
-            self.ends[pool.is_small] = block
+            pool.end = block
 
     def _map(self, pool: _Pool, size: int) -> bool:
         """Lengthen the last free block to ``size`` by whole pages."""
         page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
-        end = self.ends[pool.is_small]
-        grows = end if end is not None and end.free and end.address + end.size == self.tops[pool.is_small] else None
+        end = pool.end
+        grows = end if end is not None and end.free and end.address + end.size == pool.top else None
         missing = -(-(size - (grows.size if grows else 0)) // page) * page
         if not self.grow(missing):
             return False
@@ -255,20 +263,19 @@ class _Expandable(_Memory):
             grows.size += missing
             pool.add(grows)
         else:
-            touching = end if end is not None and end.address + end.size == self.tops[pool.is_small] else None
-            new = _Block(self.tops[pool.is_small], missing, 0, True, touching, None)
+            touching = end if end is not None and end.address + end.size == pool.top else None
+            new = _Block(pool.top, missing, 0, True, touching, None)
             if touching is not None:
                 touching.after = new
             pool.add(new)
-            self.ends[pool.is_small] = new
-        self.tops[pool.is_small] += missing
+            pool.end = new
+        pool.top += missing
         return True
 
     def give_back(self) -> None:
         """Give back the whole pages inside free blocks."""
         for pool in self.pools.values():
-            page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
-            base = 0 if pool.is_small else 1 << 60
+            page, base = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT, pool.base
             for block in list(pool.blocks.values()):
                 first = base + -(-(block.address - base) // page) * page
                 last = base + (block.address + block.size - base) // page * page
@@ -290,5 +297,5 @@ class _Expandable(_Memory):
         for part in (left, right):
             if part is not None:
                 pool.add(part)
-        if self.ends[pool.is_small] is block:
-            self.ends[pool.is_small] = right or left or before
+        if pool.end is block:
+            pool.end = right or left or before

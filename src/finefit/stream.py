@@ -24,6 +24,8 @@ class Entry:
     died_section: int = -1
     block: int = -1
     """The decoder block it belongs to, where its section does not say: what an update makes for each tensor."""
+    lane: int = 0
+    """The CUDA stream it was taken on: 0 computes, others communicate."""
 
 
 @dataclass(eq=False)
@@ -99,9 +101,10 @@ class Stream:
         entries = [replace(e, died=-1, died_section=-1) if e.died >= end else e for e in self.entries[: max(known) + 1]]
         return Stream(entries, self.events[:end], self.sections[:at], self.section_start[:at])
 
-    def allocations(self) -> list[tuple[int, int]]:
-        """(entry, bytes), negative where it goes: what ``allocator.replay`` takes."""
-        return [(i, sign * self.entries[i].n_bytes) for i, sign in self.events if self.entries[i].n_bytes]
+    def allocations(self) -> list[tuple[int, int, int]]:
+        """(entry, bytes, CUDA stream), bytes negative where it goes: what ``allocator.replay`` takes."""
+        held = self.entries
+        return [(i, sign * held[i].n_bytes, held[i].lane) for i, sign in self.events if held[i].n_bytes]
 
 
 def moment_of(section: str) -> str:

@@ -2,7 +2,7 @@
 
 import random
 
-from finefit.allocator import MIB, replay, smallest_capacity
+from finefit.allocator import MIB, Replay, replay, smallest_capacity
 
 
 def test_small_tensors_share_a_segment_of_two_mebibytes() -> None:
@@ -80,3 +80,10 @@ def _random_events(count: int) -> list[tuple[int, int]]:
         events.append((key, n_bytes))
         live.append((key, n_bytes))
     return events
+
+
+def test_what_is_cached_on_one_stream_serves_no_other() -> None:
+    events = [(1, 40 * MIB, 0), (1, -40 * MIB, 0), (2, 40 * MIB, 1)]
+    for kind in ("classic", "expandable"):
+        assert replay(events, None, kind).reserved_bytes == 80 * MIB
+        assert replay(events, 60 * MIB, kind) == Replay(40 * MIB, 40 * MIB, 1)
