@@ -76,7 +76,7 @@ class Asked:
         self.simulator, self.known = simulator, {}
 
     def __call__(self, config: Mapping[str, Any], run: ForeignRun, workspace: int) -> Simulated:
-        run = replace(run, model="", notes=(), accumulation=min(run.accumulation, 2))
+        run = replace(run, model="", notes=(), accumulation=min(run.accumulation, 3))
         key = json.dumps([config, run.to_json(), workspace], sort_keys=True)
         if key not in self.known:
             try:

@@ -164,4 +164,14 @@ def _spread(record: Record) -> Spread:
     else:
         engine = "fsdp1" if stage == 3 else "ddp" if data > 1 else ""
     shards = degrees.get("fsdp_shards") or (data * context if stage else 1)
-    return Spread(data, tensor, pipeline, context, stage, shards, engine)  # type: ignore[arg-type]
+    return Spread(data, tensor, pipeline, context, stage, shards, engine, **_habits(record, engine))  # type: ignore[arg-type]
+
+
+def _habits(record: Record, engine: str) -> dict[str, Any]:
+    """What tools do with gradients: Fabric's and accelerate's accumulation leave them whole until the last micro-step."""
+    tool = TOOLS.get(record["group"], record["group"])
+    if tool == "torchtitan":  # its config_manager.py reduces in fp32; parallelize_llama.py keeps the last block
+        return {"reduce_dtype": "float32", "last_stays": True}
+    if not engine.startswith("fsdp") or tool in ("torchtune", "llm-foundry"):
+        return {}
+    return {"reduces": "last", "units": "mixed" if tool == "litgpt" else "apart"}

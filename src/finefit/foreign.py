@@ -25,6 +25,15 @@ class Spread:
     shards: int = 1
     engine: Literal["", "ddp", "fsdp1", "fsdp2", "deepspeed", "naive"] = ""
     """naive: layers in sequence over the devices of one process (``device_map``)."""
+    reduce_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """What gradients are reduced in; empty: what they are computed in."""
+    reduces: Literal["each", "last"] = "each"
+    """Gradients are reduced after each micro-step, or whole ones wait for the last of a step (``no_sync``)."""
+    units: Literal["apart", "mixed"] = "apart"
+    """FSDP 1: frozen and trained weights have units of their own, or share the flat parameter of a block, whose
+    gradient is of all of it (``use_orig_params`` without a policy for adapters)."""
+    last_stays: bool = False
+    """FSDP 2: the last block is not let go between its forward and its backward."""
 
     @property
     def devices(self) -> int:

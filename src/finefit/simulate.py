@@ -31,7 +31,8 @@ from .ledger import Ledger
 from .models import fill_empty
 from .nn.attend import standing_for
 from .placement import placed
-from .sharding import Buckets, computed_as, of_rank
+from .ranks import of_rank
+from .sharding import Buckets, computed_as
 from .stacks import builder_of
 from .stacks.attention import cuda_kernels
 from .stacks.base import Stepped

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from finefit.foreign import ForeignRun, Spread
 from finefit.placement import placed
-from finefit.sharding import of_rank
+from finefit.ranks import of_rank
 from finefit.stream import Entry, Pattern, Stream, pattern_of
 
 RUN = ForeignRun("transformers", "m", "full", 1, 8, trained_dtype="bfloat16", optimizer_bits=16)
@@ -66,10 +66,22 @@ def test_the_script_peaks_at_the_end_of_backward() -> None:
 def test_a_full_shard_keeps_a_share_and_gathers_the_block_that_runs_and_the_next() -> None:
     run = replace(RUN, spread=Spread(data=2, shard_stage=3, shards=2, engine="fsdp2"))
     moments = of_rank(_stream(), run).moments("steady")
-    # shards of both blocks and of block 1's gradient, both blocks gathered, block 0's whole gradient, Adam's moments
-    expected = {"parameter": 100, "gradient": 150, "temporary": 200, "activation": 10, "optimizer_state": 400}
-    found = moments["backward_peak"]
-    assert {**found, "optimizer_state": found["optimizer_state"] * 2} == {**expected, "optimizer_state": 400}
+    # shards of both blocks and of block 1's gradient; block 0 gathered and copied out, block 1's gradients being reduced
+    expected = {"parameter": 100, "gradient": 50, "temporary": 300, "activation": 10, "optimizer_state": 200}
+    assert expected == moments["backward_peak"]
+
+
+def test_gradients_that_wait_for_the_last_micro_step_are_whole() -> None:
+    spread = Spread(data=2, shard_stage=3, shards=2, engine="fsdp2", reduces="last")
+    run = replace(RUN, accumulation=2, longest_first=True, spread=spread)
+    found = of_rank(_stream(), run).until("optimizer")
+    assert sum(e.n_bytes for e in found.entries if e.owner == "gradient" and e.died < 0) == 200
+
+
+def test_what_communicates_has_streams_of_its_own() -> None:
+    run = replace(RUN, spread=Spread(data=2, shard_stage=3, shards=2, engine="fsdp2"))
+    lanes = {(e.lane, e.owner) for e in of_rank(_stream(), run).entries}
+    assert {(1, "temporary"), (2, "gradient")} < lanes
 
 
 def test_a_reentrant_checkpoint_under_fsdp_1_gathers_one_block_only() -> None:
