@@ -25,7 +25,7 @@ from finefit.witness import Simulated, Simulator, nccl_bytes, workspace_bytes
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from published import Refused, run_of  # noqa: E402
-from published_models import config_of  # noqa: E402
+from published_models import ROW, config_of  # noqa: E402
 
 GIB = 2**30
 CASES = HERE / "published.jsonl"
@@ -39,6 +39,8 @@ def predict(record: Mapping[str, Any], ask: Any) -> dict[str, Any]:
         if config is None:
             raise Refused(f"no config of {record['model']} is known")
         run = run_of(record, config)
+        if config.get("n_positions") == ROW:
+            config["n_positions"] = run.max_length
         found: Simulated = ask(config, run, workspace_bytes(record["gpu"] or ""))
     except (Refused, FinefitError, ValueError, KeyError, TypeError) as error:
         return {**line, "refused": f"{error}" or type(error).__name__}

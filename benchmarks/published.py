@@ -12,6 +12,7 @@ from finefit.foreign import ForeignRun, Spread
 
 Record = Mapping[str, Any]
 TOOLS = {"litgpt": "litgpt", "torchtune": "torchtune", "torchtitan": "torchtitan"}
+WORDS = {"llm-foundry": "composer"}  # tools whose model code transformers' stands for
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTISED = {"nf4": "nf4", "fp4": "nf4", "nf4-double-quant": "nf4_double", "int8": "int8", "gptq-int4": "gptq4",
              "awq-int4": "gptq4", "int4": "nf4"}  # fmt: skip
@@ -46,7 +47,7 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     tables = record["group"] == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
     adapter = method in ("adapter", "adapter_v2")
     settings: dict[str, Any] = {
-        "tool": "lit_gpt" if tables else TOOLS.get(record["group"], "transformers"), "model": record["model"],
+        "tool": "lit_gpt" if tables else TOOLS.get(record["group"]) or WORDS.get(record["group"], "transformers"), "model": record["model"],
         "method": method if adapter else "full" if full else "lora", "longest_first": tables,
         "micro_batch_size": _assumed(record, "micro_batch", 1, notes),
         # Tools' own default where a verdict leaves it open; the padded length of short instructions for a figure.
@@ -113,7 +114,7 @@ def _optimizer(record: Record) -> dict[str, Any]:
     in_backward = "in backward" in _text(record) or "fused into backward" in _text(record)
     return {
         "optimizer": "muon" if "muon" in name else "sgd" if name == "sgd" else "adamw",
-        "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name and record["group"] != "torchtune",
+        "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name and record["group"] not in ("torchtune", "llm-foundry"),
         "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name,
         "optimizer_on_host": name == "cpu_adam" or ("cpu" in (record["offload"] or "") and "zero" in record["offload"]),
         "parameters_on_host": (record["offload"] or "") in ("fsdp-cpu", "zero3-cpu"),
@@ -125,8 +126,10 @@ def _graph(record: Record) -> dict[str, Any]:
     loss = record["cross_entropy"] or "plain"
     shift = "inside" if record["id"].startswith(INSIDE) else "apart" if record["id"].startswith(APART) else ""
     note = _text(record)
+    foundry = record["group"] == "llm-foundry"
+    loss = "kernel" if foundry else loss  # modeling_mpt.py: fused_crossentropy by default; its yamls: not reentrant
     return {
-        "checkpointing": record["checkpointing"] or "full", "reentrant": record["group"] not in TOOLS, "attention": record["attention"] or "sdpa",
+        "checkpointing": record["checkpointing"] or "full", "reentrant": record["group"] not in TOOLS and not foundry, "attention": record["attention"] or "sdpa",
         # Qwen 1's and ChatGLM's own modelling code leaves logits in the type of the head.
         "loss_raised": not re.search(r"Qwen-\d|chatglm", record["model"] or ""), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
         "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in record["group"],

@@ -8,6 +8,10 @@ from typing import Any
 from finefit.catalog import find_model
 
 
+ROW = 0
+"""As many positions as a row has tokens."""
+
+
 def _llama(h: int, f: int, depth: int, n: int, vocab: int, **more: Any) -> dict[str, Any]:
     return {
         "model_type": "llama", "hidden_size": h, "intermediate_size": f, "num_hidden_layers": depth,
@@ -17,10 +21,10 @@ def _llama(h: int, f: int, depth: int, n: int, vocab: int, **more: Any) -> dict[
 
 
 def _mpt(d: int, depth: int, n: int) -> dict[str, Any]:
-    """MPT computes as GPT-NeoX does without its parallel residual; transformers' own MPT has no kernel for attention."""
-    return {"model_type": "gpt_neox", "hidden_size": d, "intermediate_size": 4 * d, "num_hidden_layers": depth,
-            "num_attention_heads": n, "vocab_size": 50368, "use_parallel_residual": False, "attention_bias": False,
-            "max_position_embeddings": 65536, "tie_word_embeddings": True}  # fmt: skip
+    """MPT holds what GPT-2 does without dropout: one product for q, k and v, learned positions for just the row."""
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return {"model_type": "gpt2", "n_embd": d, "n_layer": depth, "n_head": n, "vocab_size": 50368, "n_positions": ROW,
+            "activation_function": "gelu", "tie_word_embeddings": True, **none}  # fmt: skip
 
 
 def _gpt2(d: int, depth: int, n: int) -> dict[str, Any]:
@@ -78,4 +82,5 @@ def config_of(name: str | None) -> dict[str, Any] | None:
         found = find_model(text)
         if found is not None:
             return dict(found.config)
-    return MODELS.get(base) or MODELS.get(name)
+    own = MODELS.get(base) or MODELS.get(name)
+    return dict(own) if own else None

@@ -72,7 +72,7 @@ def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, list) and len(value) == full and full != depth:
             out[key] = value[:depth]
-    if "attention_types" in config:  # GPT-Neo counts blocks by kind; global ones and windows hold the same
+    if config.get("model_type") == "gpt_neo":  # it counts blocks by kind; global ones and windows hold the same
         out["attention_types"] = [[["global"], depth]]
     return out
 
