@@ -22,8 +22,12 @@ INSIDE = ("fms-gran", "fms-moe", "qwen", "swift-lora", "swift-full", "lf-", "pef
 APART = ("fms-ref",)
 DROPOUTS = {"litgpt": 0.05, "torchtune": 0.0, "peft-docs": 0.1}  # lit-gpt's finetune/lora.py and its config_hub
 UNEXPRESSED = ("adalora", "c3a", "fourierft", "gralora", "lily", "loha", "oft", "prefix_tuning", "prompt_tuning",
-               "p_tuning", "pvera", "randlora", "tinylora", "unilora", "waveft", "lisa", "llamapro", "apollo-mini",
-               "galore", "q-galore", "badam", "lomo", "component", "glora")  # fmt: skip
+               "p_tuning", "pvera", "randlora", "tinylora", "unilora", "waveft", "lisa", "llamapro", "badam", "component",
+               "glora")  # fmt: skip
+# Whole models by another update: in a low-rank space, or in backward. Rank 128 is GaLore's own and transformers' default,
+# 1024 of the projects' scripts/single_gpu/llama_7b*.sh.
+LOW_RANK = {"galore": 128, "q-galore": 128, "apollo-mini": 1}
+WHOLE = ("full", "badam", "lomo", *LOW_RANK)
 FUSED_C_ATTN = {"c_attn": ("q_proj", "k_proj", "v_proj"), "query_key_value": ("q_proj", "k_proj", "v_proj"),
                 "W_pack": ("q_proj", "k_proj", "v_proj"), "w1": ("up_proj",), "w2": ("gate_proj",),
                 "c_proj": ("o_proj", "down_proj"), "mlp_all": ("gate_proj", "up_proj", "down_proj")}  # fmt: skip
@@ -43,7 +47,7 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     if (_degrees(record).get("pp") or 1) > 1 and _degrees(record).get("impl") != "naive layer split":
         raise Refused("a pipeline's micro-batches in flight are not modelled")
     notes: list[str] = []
-    full = method in ("full", "badam")
+    full = method in WHOLE
     tables = record["group"] == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
     adapter = method in ("adapter", "adapter_v2")
     settings: dict[str, Any] = {
@@ -95,27 +99,33 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
     if own_code:
         trained = DTYPES.get(weight, compute) if full or not quantised else compute
         trained = compute if not full and weight in ("bf16", "fp16") else trained
-    autocast = "no autocast" not in note and not own_code and trained == "float32"
+    autocast = "no autocast" not in note and not own_code and (trained == "float32" or (bool(quantised) and not full))
     if record["group"] == "llm-foundry":
         autocast = False  # its low_precision_layernorm, the default, leaves autocast; all else is bf16 by FSDP
     if own_code and weight == "fp32" and compute != "float32":
         autocast, trained = True, "float32"
     return {
         "frozen_dtype": DTYPES.get(weight, compute), "trained_dtype": trained, "compute_dtype": compute,
-        "autocast": autocast or (bool(quantised) and not own_code), "quantised": quantised,
+        "autocast": autocast, "quantised": quantised,
         # TRL leaves the preparation out when the packed base is sharded.
         "raised": "norms" if "upcasts norms" in note and _degrees(record).get("zero", 0) != 3 else "",
     }  # fmt: skip
 
 
 def _optimizer(record: Record) -> dict[str, Any]:
-    name, bits = record["optimizer"] or "adamw", record["optimizer_bits"]
+    name, bits, method = record["optimizer"] or "adamw", record["optimizer_bits"], record["method"]
     packed = "8bit" in name or bits == 8
     in_backward = "in backward" in _text(record) or "fused into backward" in _text(record)
+    kind = "galore_adamw" if method in LOW_RANK else next((k for k in ("muon", "sgd") if k in name), "adamw")
+    projected = {}
+    if method in LOW_RANK:
+        rank = re.search(r"rank (\d+)", _text(record))
+        scripts = record["id"].startswith("lowrank") and method != "apollo-mini"
+        projected, bits = {"rank": int(rank[1]) if rank else 1024 if scripts else LOW_RANK[method]}, bits or 16
     return {
-        "optimizer": "muon" if "muon" in name else "sgd" if name == "sgd" else "adamw",
+        **projected, "optimizer": "sgd" if method == "lomo" else kind,
         "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name and record["group"] not in ("torchtune", "llm-foundry"),
-        "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name,
+        "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name or method == "lomo",
         "optimizer_on_host": name == "cpu_adam" or ("cpu" in (record["offload"] or "") and "zero" in record["offload"]),
         "parameters_on_host": (record["offload"] or "") in ("fsdp-cpu", "zero3-cpu"),
         "activations_on_host": record["offload"] == "activations-cpu",
@@ -130,8 +140,8 @@ def _graph(record: Record) -> dict[str, Any]:
     loss = "kernel" if foundry else loss  # modeling_mpt.py: fused_crossentropy by default; its yamls: not reentrant
     return {
         "checkpointing": record["checkpointing"] or "full", "reentrant": record["group"] not in TOOLS and not foundry, "attention": record["attention"] or "sdpa",
-        # Qwen 1's and ChatGLM's own modelling code leaves logits in the type of the head.
-        "loss_raised": not re.search(r"Qwen-\d|chatglm", record["model"] or ""), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
+        # Qwen 1's, ChatGLM's and GaLore's own modelling code leaves logits in the type of the head.
+        "loss_raised": not re.search(r"Qwen-\d|chatglm", record["model"] or "") and not record["id"].startswith("lowrank"), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
         "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in record["group"],
         "loss_chunks": 8,
     }  # fmt: skip

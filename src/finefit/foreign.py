@@ -65,12 +65,13 @@ class ForeignRun:
     autocast: bool = False
     """Products run in ``compute_dtype`` by autocast; else every tensor is computed in its stored type."""
     quantised: Quantised = ""
-    """How linear weights of the blocks are stored; the head is not quantised."""
+    """How linear weights of the blocks are stored; the head is not quantised. int8 with method full: they train so."""
     raised: Literal["", "norms", "all"] = ""
     """What is held in fp32 beside a lower stored type: all but packed weights (peft's k-bit preparation), or the norms
     alone (TRL takes embedding and head back to bf16)."""
 
     rank: int = 0
+    """Of the adapters; of the space gradients are projected into, where the optimizer is GaLore's."""
     targets: tuple[str, ...] = ()
     """Short names of adapted linears; empty with a rank means all linears of the blocks."""
     lora_dropout: float = 0.0
@@ -79,7 +80,7 @@ class ForeignRun:
     """Whole modules that train beside the adapters (``lm_head``, ``embed_tokens``), in the frozen weights' type."""
 
     optimizer: str = "adamw"
-    """adamw, adam, sgd, sgd_momentum, lion, adafactor, muon …"""
+    """adamw, adam, sgd, sgd_momentum, lion, adafactor, muon, galore_adamw …"""
     optimizer_bits: int = 32
     """Bits of each moment: 32, 16 (states in the parameter's type), 8, 4."""
     foreach: bool = True

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from finefit.foreign import ForeignRun
 from finefit.ledger import Ledger
 from finefit.simulate import STEADY, fake_world, step
-from finefit.stacks import litgpt, titan, torchtune
+from finefit.stacks import litgpt, titan, torchtune, transformers
 from finefit.stacks.base import Stepped
 from finefit.stacks.compiled import Piece
 
@@ -186,3 +186,24 @@ def test_a_compiled_function_writes_only_what_its_kernels_read_and_what_it_retur
     normed, product, root = 2 * h, 2 * h, 4
     assert out.shape == x.shape
     assert total == T * (normed + product + root + 2 * h)
+
+
+def galore_states(**fields: Any) -> int:
+    """Bytes of states that a middle block's weights have after a step."""
+    settings = {"optimizer": "galore_adamw", "optimizer_bits": 8, "rank": r, "step_in_backward": True, **fields}
+    ledger, _ = stepped(transformers.build, EQUAL, **settings)
+    states = [e for e in ledger.entries if e.owner == "optimizer_state"]
+    return sum(e.n_bytes for e in states if ledger.sections[e.section] == "backward 1")
+
+
+# Rows of the shorter side and moments, in fp32 below 4,096 numbers, of the longer one; two norms have whole moments.
+SQUARE, LONG = r * h, r * f
+MOMENTS = 2 * 4 * (4 * SQUARE + 3 * LONG + 2 * h)
+
+
+def test_galore_keeps_a_basis_and_moments_of_the_rank() -> None:
+    assert galore_states() == 2 * 7 * SQUARE + MOMENTS
+
+
+def test_q_galores_basis_takes_a_byte_a_number_and_two_numbers_for_256() -> None:
+    assert galore_states(quantised="int8") == 7 * (SQUARE + 2 * 2 * SQUARE // 256) + MOMENTS

@@ -22,6 +22,7 @@ from .base import Stepped
 from .experts import spread_evenly
 from .kernels import with_kernels
 from .losses import loss_of
+from .low_rank import in_8_bits
 
 _FLASH = "as_on_cuda"
 # The Trainer lets go of its outputs when the loss is returned; these loops keep them in a variable over backward.
@@ -96,6 +97,8 @@ def _adapt(model: Any, run: ForeignRun, device: torch.device) -> None:
             if p is not None:
                 module._parameters[name] = nn.Parameter(p.to(base), requires_grad=run.method == "full")
     if run.method == "full":
+        for block in blocks_of(model) if run.quantised == "int8" else ():
+            in_8_bits(block)
         return
     if run.raised:
         _raise(model, run)
