@@ -40,7 +40,7 @@ class Refused(Exception):
 def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     """The run a record describes; ``Refused`` with a reason where that is not possible."""
     method = record["method"]
-    if method in UNEXPRESSED and record["group"] != "litgpt":
+    if method in UNEXPRESSED and _group(record) != "litgpt":
         raise Refused(f"method {method} has no stand-in")
     if record.get("arch") not in (None, "decoder", "decoder-moe"):
         raise Refused(f"an {record['arch']} is not a causal language model")
@@ -48,22 +48,27 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         raise Refused("a pipeline's micro-batches in flight are not modelled")
     notes: list[str] = []
     full = method in WHOLE
-    tables = record["group"] == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
+    tables = _group(record) == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
     adapter = method in ("adapter", "adapter_v2")
     settings: dict[str, Any] = {
-        "tool": "lit_gpt" if tables else TOOLS.get(record["group"]) or WORDS.get(record["group"], "transformers"), "model": record["model"],
+        "tool": "lit_gpt" if tables else TOOLS.get(_group(record)) or WORDS.get(record["group"], "transformers"), "model": record["model"],
         "method": method if adapter else "full" if full else "lora", "longest_first": tables,
-        "micro_batch_size": _assumed(record, "micro_batch", 1, notes),
+        "micro_batch_size": _assumed(record, "micro_batch", 4 if tables else 1, notes),  # lit-gpt's finetune/*.py of 2023
         # Tools' own default where a verdict leaves it open; the padded length of short instructions for a figure.
         "max_length": _assumed(record, "seq_len", 2048 if record["scope"] == "verdict" else 512, notes) // max(_degrees(record).get("cp", 1), 1),
         "accumulation": record["grad_accum"] or 1,
-        "packed": bool(record["packing"]) or record["group"] in ("torchtune", "torchtitan"),
+        "packed": bool(record["packing"]) or _group(record) in ("torchtune", "torchtitan"),
         **_numbers(record, full), **_optimizer(record), **_graph(record),
         "spread": _spread(record), "clipped": True,
     }  # fmt: skip
     if not full and not adapter:
         settings |= _adapters(record, config)
     return ForeignRun(**settings, notes=tuple(notes))
+
+
+def _group(record: Record) -> str:
+    """The source family; an issue of lit-gpt is a run of lit-gpt."""
+    return "litgpt" if record["source"].startswith("Lightning-AI/") else str(record["group"])
 
 
 def _assumed(record: Record, key: str, value: int, notes: list[str]) -> int:
@@ -86,10 +91,10 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
     compute = DTYPES.get(record["compute_dtype"] or "bf16", "bfloat16")
     weight = record["weight_dtype"] or "bf16"
     quantised = QUANTISED.get(weight, "")
-    if record["group"] == "fms-acceleration" and quantised == "nf4":
+    if _group(record) == "fms-acceleration" and quantised == "nf4":
         quantised = "nf4_double"  # its framework_plugin_bnb.py and TRL's own baseline set double quantisation
     bits, note = record["optimizer_bits"], _text(record)
-    own_code = record["group"] in TOOLS
+    own_code = _group(record) in TOOLS
     if full:
         trained = DTYPES.get(weight, compute)
         if bits == 32:
@@ -100,7 +105,7 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
         trained = DTYPES.get(weight, compute) if full or not quantised else compute
         trained = compute if not full and weight in ("bf16", "fp16") else trained
     autocast = "no autocast" not in note and not own_code and (trained == "float32" or (bool(quantised) and not full))
-    if record["group"] == "llm-foundry":
+    if _group(record) == "llm-foundry":
         autocast = False  # its low_precision_layernorm, the default, leaves autocast; all else is bf16 by FSDP
     if own_code and weight == "fp32" and compute != "float32":
         autocast, trained = True, "float32"
@@ -124,7 +129,7 @@ def _optimizer(record: Record) -> dict[str, Any]:
         projected, bits = {"rank": int(rank[1]) if rank else 1024 if scripts else LOW_RANK[method]}, bits or 16
     return {
         **projected, "optimizer": "sgd" if method == "lomo" else kind,
-        "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name and record["group"] not in ("torchtune", "llm-foundry"),
+        "optimizer_bits": 8 if packed else bits or 32, "foreach": "fused" not in name and "hybrid" not in name and _group(record) not in ("torchtune", "llm-foundry"),
         "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name or method == "lomo",
         "optimizer_on_host": name == "cpu_adam" or ("cpu" in (record["offload"] or "") and "zero" in record["offload"]),
         "parameters_on_host": (record["offload"] or "") in ("fsdp-cpu", "zero3-cpu"),
@@ -139,10 +144,10 @@ def _graph(record: Record) -> dict[str, Any]:
     foundry = record["group"] == "llm-foundry"
     loss = "kernel" if foundry else loss  # modeling_mpt.py: fused_crossentropy by default; its yamls: not reentrant
     return {
-        "checkpointing": record["checkpointing"] or "full", "reentrant": record["group"] not in TOOLS and not foundry, "attention": record["attention"] or "sdpa",
+        "checkpointing": record["checkpointing"] or "full", "reentrant": _group(record) not in TOOLS and not foundry, "attention": record["attention"] or "sdpa",
         # Qwen 1's, ChatGLM's and GaLore's own modelling code leaves logits in the type of the head.
         "loss_raised": not re.search(r"Qwen-\d|chatglm", record["model"] or "") and not record["id"].startswith("lowrank"), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
-        "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in record["group"],
+        "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in _group(record),
         "loss_chunks": 8,
     }  # fmt: skip
 
@@ -150,13 +155,14 @@ def _graph(record: Record) -> dict[str, Any]:
 def _adapters(record: Record, config: Mapping[str, Any]) -> dict[str, Any]:
     targets = record["lora_targets"]
     if isinstance(targets, str) or targets is None:
-        names: tuple[str, ...] = () if targets == "all-linear" or targets is None else (targets,)
-    else:
-        names = tuple(part for t in targets for part in FUSED_C_ATTN.get(t, (t,)))
+        names: tuple[str, ...] = () if targets is None or targets.startswith("all-linear") else (targets,)
+    else:  # by the name of the model's own code, and by that of the family that stands for it
+        names = tuple(dict.fromkeys(part for t in targets for part in (t, *FUSED_C_ATTN.get(t, ()))))
     dropout = re.search(r"dropout (0?\.\d+)", _text(record))
-    whole = ("lm_head", "embed_tokens") if "embedding and output layer are trained" in _text(record) else ()
+    beside = "embedding and output layer are trained" in _text(record) or "embeddings" in str(targets)
+    whole = ("lm_head", "embed_tokens") if beside else ()
     return {
-        "rank": record["lora_rank"] or 8, "targets": names, "lora_dropout": float(dropout[1]) if dropout else DROPOUTS.get(record["group"], 0.0),
+        "rank": record["lora_rank"] or 8, "targets": names, "lora_dropout": float(dropout[1]) if dropout else DROPOUTS.get(_group(record), 0.0),
         "dora": record["method"] == "dora", "trained_modules": whole,
     }  # fmt: skip
 

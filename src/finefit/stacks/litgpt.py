@@ -7,7 +7,7 @@ logits and loss until the next ones are there, and the bitsandbytes plug-in quan
 Weights are never tied. In one thing lit-gpt is taken as it was a few days before: a single key head was not repeated.
 
 ``run.tool`` is ``lit_gpt`` for the former and ``litgpt`` for the latter; ``run.method`` may also be ``adapter`` or
-``adapter_v2``, whose blocks are alike from the fourth on only. Declines mixtures of experts and Gemma 2.
+``adapter_v2``, whose blocks are alike from the fourth on only. Declines mixtures of experts.
 
 Shapes: b rows, s tokens of a row, h hidden, n query heads, m key/value groups, d head size.
 """
@@ -59,7 +59,7 @@ class Attention(nn.Module):
     def __init__(self, maker: Maker, index: int) -> None:
         super().__init__()
         shape, run = maker.shape, maker.run
-        self.maker = maker
+        self.maker, self.windowed = maker, index % 2 == 0
         width = (shape.n + 2 * shape.m) * shape.d
         parts = (adapted(run, "q"), adapted(run, "k"), adapted(run, "v"))
         if run.method == "lora" and any(parts):
@@ -96,6 +96,8 @@ class Attention(nn.Module):
         return self.proj(y)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.maker.shape.capped:
+            return _capped_scores(q, k, v, self.windowed).transpose(1, 2)
         if k.shape[1] != q.shape[1]:
             return _whole_scores(q, k, v).transpose(1, 2)
         return sdpa(q, k, v, cuda_choice(q, k, None)).transpose(1, 2)
@@ -113,6 +115,22 @@ def _whole_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores.add_(mask)
     scores = torch.softmax(scores, -1)
     return torch.matmul(scores, v)
+
+
+def _capped_scores(q: Tensor, k: Tensor, v: Tensor, windowed: bool) -> Tensor:
+    """No fused kernel caps scores; the mask is made in each block."""
+    rows = q.shape[2]
+    mask = torch.ones(rows, rows, dtype=q.dtype).triu(1)
+    mask.masked_fill_(mask.bool(), float("-inf"))
+    if windowed:
+        window = torch.ones_like(mask).tril(-rows)
+        window.masked_fill_(window.bool(), float("-inf"))
+        mask += window
+    scores = q @ k.mT * 0.0625
+    scores = torch.tanh(scores / 50.0) * 50.0
+    scores = scores + mask
+    scores = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+    return scores @ v
 
 
 class Mlp(nn.Module):
@@ -142,6 +160,7 @@ class Block(nn.Module):
         self.attn = Attention(maker, index)
         self.norm_2 = None if maker.shape.shared_norm else maker.norm()
         self.mlp = Mlp(maker)
+        self.after_attention, self.after_mlp = (maker.norm() if maker.shape.capped else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # Activation checkpointing is there under FSDP only, where every block is wrapped.
@@ -152,7 +171,7 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         n_1 = self.norm_1(x)
-        h = self.attn(n_1, cos, sin)
+        h = self.after_attention(self.attn(n_1, cos, sin))
         if self.maker.shape.parallel:
             n_2 = n_1 if self.norm_2 is None else self.norm_2(x)
             if self.maker.modern:
@@ -161,7 +180,7 @@ class Block(nn.Module):
             return x
         assert self.norm_2 is not None
         x = h + x
-        x = self.mlp(self.norm_2(x)) + x
+        x = self.after_mlp(self.mlp(self.norm_2(x))) + x
         return x
 
 
@@ -191,7 +210,8 @@ class Gpt(nn.Module):
         ledger.mark("loss")
         if chunked:
             return [self.lm_head(rows) for rows in x.split(CHUNK, 1)]
-        return [self.lm_head(x)]
+        x = self.lm_head(x)
+        return [torch.tanh(x / 30.0) * 30.0 if self.maker.shape.capped else x]  # chunks are not capped
 
 
 class Loop:

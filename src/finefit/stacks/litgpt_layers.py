@@ -1,6 +1,7 @@
 """LitGPT's sizes and layers: norms, linear layers, and what LoRA and the adapters add to them. See ``litgpt``.
 
-Follows ``lit_gpt/{config,rmsnorm,lora,adapter_v2}.py`` at commit 069f6584 (October 2023) and ``litgpt/`` 0.4.12.
+Follows ``lit_gpt/{config,rmsnorm,lora,adapter_v2}.py`` at commit 069f6584 (October 2023) and ``litgpt/`` 0.4.12;
+Gemma 2 as it came, at 916a84ca (July 2024).
 
 Shapes: h hidden, n query heads, m key/value groups, d head size, f MLP width.
 """
@@ -36,6 +37,8 @@ class Shape:
     head_bias: bool = False
     scaled: bool = False
     """The embedding is multiplied, and norms add one to their weight (Gemma)."""
+    capped: bool = False
+    """Scores are soft-capped, a window masks those of every other block, norms follow attention and MLP too (Gemma 2)."""
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -50,6 +53,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
             return Shape(**sizes)
         case "gemma":
             return Shape(**sizes, mlp="gelu_gated", scaled=True)
+        case "gemma2":
+            return Shape(**sizes, mlp="gelu_gated", scaled=True, capped=True)
         case "phi":
             sizes["rotary"] = int(float(get("partial_rotary_factor", 0.5)) * d)
             plain: dict[str, Any] = {"parallel": True, "norm": "layer", "mlp": "gelu", "bias": True}
