@@ -219,7 +219,8 @@ def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: b
             f"'{words[1]}' after another tool's run file", hint="change the file; --gpu and --devices are heard"
         )
     hardware = HardwareSpec.from_name(gpu) if gpu else HardwareSpec.of_this_machine()
-    told = foretell(read(Path(words[0]), devices), hardware).to_json()
+    count = devices or (hardware.count if hardware.count > 1 else None)
+    told = foretell(read(Path(words[0]), count), hardware).to_json()
     if as_json:
         print(json.dumps(told, indent=1))
     else:

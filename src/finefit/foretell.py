@@ -4,7 +4,7 @@ The run is simulated in a process of its own (``witness``); a model that cannot 
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Foretold:
     def to_json(self) -> dict[str, Any]:
         return {
             "tool": self.foreign.tool, "run": self.foreign.run.to_json(), "ignored": list(self.foreign.ignored),
-            "hardware": self.hardware.name, "fits": self.fits, "needed_bytes": self.needed_bytes,
+            "hardware": self.hardware.says, "fits": self.fits, "needed_bytes": self.needed_bytes,
             "allocated_bytes": self.simulated.allocated_bytes, "reserved_bytes": self.simulated.reserved_bytes,
             "simulated": self.simulated.footprint.to_json(), "seconds": self.simulated.seconds,
             "finefit": self.ours.to_json() if self.ours else None, "finefit_not": self.ours_not,
@@ -49,7 +49,10 @@ def foretell(foreign: Foreign, hardware: HardwareSpec) -> Foretold:
     """Simulate the run there, and plan the same wish here."""
     with Simulator() as simulator:
         found = simulator.ask(config_json(foreign.run.model), foreign.run, workspace_bytes(hardware.name))
-    needed = found.needs(hardware.context_bytes, foreign.run.spread.devices)
+    devices = foreign.run.spread.devices
+    needed = found.needs(hardware.context_bytes, devices)
+    if hardware.kind == "cuda" and hardware.nodes == 1:
+        hardware = replace(hardware, count=devices)
     return Foretold(foreign, hardware, found, needed, *_ours(foreign, hardware))
 
 
