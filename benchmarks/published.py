@@ -44,8 +44,6 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         raise Refused(f"method {method} has no stand-in")
     if record.get("arch") not in (None, "decoder", "decoder-moe"):
         raise Refused(f"an {record['arch']} is not a causal language model")
-    if (_degrees(record).get("pp") or 1) > 1 and _degrees(record).get("impl") != "naive layer split":
-        raise Refused("a pipeline's micro-batches in flight are not modelled")
     notes: list[str] = []
     full = method in WHOLE
     tables = _group(record) == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
@@ -63,6 +61,10 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     }  # fmt: skip
     if not full and not adapter:
         settings |= _adapters(record, config)
+    spread = settings["spread"]
+    if spread.micro_batches > 1:
+        settings |= {"micro_batch_size": max(settings["micro_batch_size"] // spread.micro_batches, 1),
+                     "accumulation": spread.micro_batches}  # fmt: skip
     return ForeignRun(**settings, notes=tuple(notes))
 
 
@@ -79,7 +81,10 @@ def _assumed(record: Record, key: str, value: int, notes: list[str]) -> int:
 
 
 def _degrees(record: Record) -> dict[str, Any]:
-    return dict(record["parallel"] or {})
+    found = dict(record["parallel"] or {})
+    if record["id"].startswith("titan-405b-4d-"):  # its table: 32,768 tokens of a row on each card, data × context = 8
+        found |= {"cp": record["seq_len"] // 32768, "dp": 8 * 32768 // record["seq_len"], "fsdp_shards": 8}
+    return found
 
 
 def _text(record: Record) -> str:
@@ -190,7 +195,15 @@ def _habits(record: Record, engine: str) -> dict[str, Any]:
     """What tools do with gradients: Fabric's and accelerate's accumulation leave them whole until the last micro-step."""
     tool = TOOLS.get(record["group"], record["group"])
     if tool == "torchtitan":  # its config_manager.py reduces in fp32; parallelize_llama.py keeps the last block
-        return {"reduce_dtype": "float32", "last_stays": True}
+        pipeline = _degrees(record).get("pp") or 1
+        fused = re.search(r"async(hronous)? TP", _text(record))
+        held = {"reduce_dtype": "float32", "stays": "last", "gathers": "symmetric" if fused else "allocated"}
+        if pipeline == 1:
+            return held
+        # parallelize_llama.py lets no block go under a pipeline; as many micro-batches as ranks (pipelining_utils.py)
+        schedule = "interleaved" if "interleaved" in _text(record) else "1f1b"
+        return held | {"stays": "all", "reduces": "last", "micro_batches": pipeline, "schedule": schedule,
+                       "stages_a_rank": 2 if schedule == "interleaved" else 1}  # fmt: skip
     if not engine.startswith("fsdp") or tool in ("torchtune", "llm-foundry"):
         return {}
     return {"reduces": "last", "units": "mixed" if tool == "litgpt" else "apart"}

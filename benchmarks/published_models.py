@@ -7,7 +7,6 @@ from typing import Any
 
 from finefit.catalog import find_model
 
-
 ROW = 0
 """As many positions as a row has tokens."""
 

@@ -32,12 +32,35 @@ class Spread:
     units: Literal["apart", "mixed"] = "apart"
     """FSDP 1: frozen and trained weights have units of their own, or share the flat parameter of a block, whose
     gradient is of all of it (``use_orig_params`` without a policy for adapters)."""
-    last_stays: bool = False
-    """FSDP 2: the last block is not let go between its forward and its backward."""
+    stays: Literal["", "last", "all"] = ""
+    """FSDP 2: the blocks that are not let go between their forward and their backward."""
+    micro_batches: int = 1
+    """A pipeline's, each of ``micro_batch_size`` rows."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    stages_a_rank: int = 1
+    gathers: Literal["allocated", "symmetric"] = "allocated"
+    """Tensor parallel: rows are gathered into tensors of their own, or product and communication are one kernel over
+    symmetric memory (asynchronous TP), which is outside the allocator."""
 
     @property
     def devices(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def stages_whole(self) -> int:
+        """Parts of a rank's blocks, of ``stages_a_rank``, whose gradients are whole at once: with one round of micro-batches
+        a stage is through with its own before the next one begins."""
+        one_round = self.schedule == "interleaved" and self.micro_batches <= self.pipeline
+        return 1 if one_round else self.stages_a_rank
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations the first rank of a pipeline holds at once, of all its blocks together
+        (``torch/distributed/pipelining/schedules.py``: warm-up and one more)."""
+        ranks, stages = self.pipeline, self.stages_a_rank
+        chunks = (stages - 1) * ranks + 2 * (ranks - 1) + 1
+        most = {"gpipe": self.micro_batches, "1f1b": ranks, "interleaved": -(-chunks // stages)}[self.schedule]
+        return min(most, self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,19 +29,10 @@ LOSS_OUTSIDE = ("torchtitan", "torchtune", "litgpt", "lit_gpt")
 def of_rank(stream: Stream, run: ForeignRun, buckets: Buckets | None = None) -> Stream:
     """The stream of one of ``run.spread``'s ranks."""
     spread = run.spread
-    if spread.tensor > 1:
-        stream = _share_of_weights(stream, spread.tensor)
     if spread.shard_stage == 0 and spread.engine != "ddp":
         return stream
     kinds: dict[str, type[Rank]] = {"fsdp1": FlatUnits, "fsdp2": Units, "deepspeed": DeepSpeed}
     return kinds.get(spread.engine, Rank)(stream, run, buckets or Buckets()).made()
-
-
-def _share_of_weights(stream: Stream, ranks: int) -> Stream:
-    """Parameters, gradients and states in ``ranks`` parts."""
-    held = ("parameter", "gradient", "optimizer_state")
-    entries = [replace(e, n_bytes=-(-e.n_bytes // ranks)) if e.owner in held else e for e in stream.entries]
-    return Stream(entries, stream.events, stream.sections, stream.section_start)
 
 
 @dataclass
@@ -134,7 +125,8 @@ class Units(Rank):
             self._gathered(unit)
 
     def resharded(self, unit: int) -> None:
-        if unit >= 0 and not (unit == self.depth - 1 and self.run.spread.last_stays):
+        stays = self.run.spread.stays
+        if unit >= 0 and stays != "all" and not (unit == self.depth - 1 and stays == "last"):
             self.release(f"unit {unit}")
 
     # Whole gradients
@@ -169,22 +161,31 @@ class Units(Rank):
         if unit is None:
             return
         self.reduce(unit)
-        self.release(f"unit {unit}")
+        if not (self.waits and self.run.spread.stays == "all"):
+            self.release(f"unit {unit}")
 
     def finish(self) -> None:
         """The root's turn, when all of backward is through."""
         self.post_backward()
         self.release_all("gathered")
         self.reduce(ROOT)
-        self.release_all("unit")
+        if not (self.waits and self.run.spread.stays == "all"):
+            self.release_all("unit")
         self.release("reducing")
 
     def last_reduced(self) -> None:
         """A last micro-step that is not simulated: no more than one that waits, but it leaves shards."""
         if self.waits:
-            for unit in self.grads:
+            for unit in [u for u in self.grads if self.waiting(u)]:
+                self.hold("reducing", self.input_bytes(unit))
                 self.release(f"flat {unit}")
-                self.sharded(unit, self.trained_bytes(unit))
+                self._shards(unit)
+                self.release("reducing")
+            self.release_all("unit")
+
+    def input_bytes(self, unit: int) -> int:
+        """Of the reduction's input, where that is not the gradients themselves."""
+        return round(self.trained_bytes(unit) * self.reduced)
 
     def trained_bytes(self, unit: int) -> int:
         """Of the unit's trained parameters, as computed."""
@@ -193,26 +194,48 @@ class Units(Rank):
     @property
     def again(self) -> bool:
         """Whether shards of the micro-steps before are there to be added to."""
-        return self.micro > 0 and self.run.spread.reduces == "each"
+        return self.micro > 0 and (
+            self.run.spread.reduces == "each" or self.run.spread.stages_whole < self.run.spread.stages_a_rank
+        )
 
     def reduce(self, unit: int) -> None:
         """Whole gradients of the unit become shards, or stay."""
         n_bytes = self.trained_bytes(unit)
-        self.release(f"unit {unit}")
-        if self.stage < 2 or self.waits or not n_bytes:
+        if not (self.waits and self.run.spread.stays == "all"):
+            self.release(f"unit {unit}")
+        if self.waiting(unit):
+            self._widened(unit)
+        if self.stage < 2 or self.waiting(unit) or not n_bytes:
             return
         if self.again:  # gradients of this micro-step, which the stream of one device adds one by one
             self.hold("again", n_bytes)
         self.release("reducing")
-        self.hold("reducing", round(n_bytes * self.reduced))
+        self.hold("reducing", self.input_bytes(unit))
         self.release("again")
         self.sharded(unit, n_bytes)
+
+    def waiting(self, unit: int) -> bool:
+        """Whether the unit's gradients stay whole after this micro-step."""
+        spread = self.run.spread
+        return self.waits and unit < -(-self.depth * spread.stages_whole // spread.stages_a_rank)
+
+    def _widened(self, unit: int) -> None:
+        """Whole gradients that wait are kept in the type of the reduction."""
+        for entry in self.grads.get(unit, ()):
+            old = self.old.entries[entry]
+            if self.reduced != 1.0 and self.micro == 0 and entry in self.at:
+                wide = self.new.born(replace(old, n_bytes=round(old.n_bytes * self.reduced)))
+                self.new.died(self.at.pop(entry))
+                self.at[entry] = wide
 
     def sharded(self, unit: int, n_bytes: int) -> None:
         """Shards are born in the type of the reduction, and cast to that of the parameters."""
         if self.again:
             self.passing(round(n_bytes * self.reduced) // self.ranks, REDUCE)
-            return
+        else:
+            self._shards(unit)
+
+    def _shards(self, unit: int) -> None:
         for entry in self.grads[unit]:
             old = self.old.entries[entry]
             if entry in self.at:
@@ -288,6 +311,9 @@ class FlatUnits(Units):
         elif f"flat {unit}" not in self.open:
             self.open[f"flat {unit}"] = self.open.pop("joined")
         self.release("joined")
+
+    def input_bytes(self, unit: int) -> int:
+        return 0
 
     def flat_bytes(self, unit: int) -> int:
         """Of the gradient of its flat parameter."""

@@ -33,6 +33,7 @@ from .nn.attend import standing_for
 from .placement import placed
 from .ranks import of_rank
 from .sharding import Buckets, computed_as
+from .slices import sliced, stages
 from .stacks import builder_of
 from .stacks.attention import cuda_kernels
 from .stacks.base import Stepped
@@ -245,7 +246,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def readings_of(stream: Stream, workspace_bytes: int) -> dict[str, int]:
     """What the caching allocator counts: tensors rounded, what it holds, and the least it goes through with."""
-    workspaces = [(-1 - i, workspace_bytes) for i in range(2 * (workspace_bytes > 0))]  # of two threads
+    workspaces = [(-1 - i, workspace_bytes, 0) for i in range(2 * (workspace_bytes > 0))]  # of two threads
     events = [*workspaces, *stream.allocations()]
     classic = replay(events)
     return {
@@ -257,10 +258,10 @@ def readings_of(stream: Stream, workspace_bytes: int) -> dict[str, int]:
 def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, whole: bool = False) -> dict[str, Any]:
     """All readings of one rank's run, as JSON values."""
     start = time.perf_counter()
-    spread = run.spread
     whole = whole or (run.tool == "torchtune" and run.activations_on_host)  # its streams move copies across blocks
-    stream = step_stream(part_of(config, spread), computed_as(run), whole)
-    stream = placed(of_rank(stream, run, buckets_of(config)), run)
+    simulated = sliced(step_stream(part_of(config, run), computed_as(run), whole), run)
+    found = [placed(of_rank(part, run, buckets_of(config)), run) for part in stages(simulated, run)]
+    stream = max(found, key=lambda part: replay(part.allocations()).allocated_bytes)
     if run.longest_first:
         stream = stream.until("optimizer")
     moments = stream.moments("start" if run.longest_first else STEADY)
@@ -275,12 +276,16 @@ def buckets_of(config: Mapping[str, Any]) -> Buckets:
     return Buckets.auto(int(hidden))
 
 
-def part_of(config: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
-    """The blocks one rank computes: all, or those of the largest stage of a pipeline."""
-    out = dict(config)
-    if spread.pipeline > 1:
+def part_of(config: Mapping[str, Any], run: ForeignRun) -> dict[str, Any]:
+    """The blocks one rank computes: all, or those of the largest share of a pipeline; in torchtitan, whose later stages
+    take what is left over (``generate_split_points``), those of the first."""
+    out, ranks, stages = dict(config), run.spread.pipeline, run.spread.stages_a_rank
+    if ranks > 1:
         name = depth_key(config)
-        out[name] = max(-(-int(config[name]) // spread.pipeline), 1)
+        depth = int(config[name])
+        each, left = divmod(depth, ranks * stages)
+        short = sum(each + (0 < i * ranks <= left) for i in range(stages))
+        out[name] = max(short if run.tool == "torchtitan" else -(-depth // ranks), 1)
     return out
 
 

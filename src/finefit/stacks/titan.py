@@ -35,7 +35,30 @@ def build(config: Mapping[str, Any], run: ForeignRun, depth: int) -> Stepped:
     if config["model_type"] != "llama" or run.method != "full":
         raise ValueError("torchtitan trains the whole of Llama models only")
     model = Transformer(config, run, depth)
-    return Stepped(model, model.blocks, Loop(model))
+    return Stepped(model, model.blocks, Loop(model, entropy_of(run)))
+
+
+def entropy_of(run: ForeignRun) -> Any:
+    return PartsOfRows.apply if run.spread.tensor > 1 else functional.cross_entropy
+
+
+class PartsOfRows(torch.autograd.Function):
+    """What ``loss_parallel`` computes of a part of the vocabulary (``torch/distributed/tensor/parallel/loss.py``)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        result = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        del shifted
+        ctx.save_for_backward(result, labels)
+        return -result.gather(-1, labels[:, None]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        result, labels = ctx.saved_tensors
+        grad = torch.zeros_like(result)
+        grad.scatter_(-1, labels[:, None], -1.0)
+        return (grad + result.exp()) * grads[0], None
 
 
 def saves() -> Any:
@@ -191,12 +214,13 @@ class Transformer(nn.Module):
 class Loop:
     """``train.py``: the logits go before backward; the losses of the last steps are held until they are logged."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    def __init__(self, model: Transformer, entropy: Any) -> None:
+        self.model, self.entropy = model, entropy
 
     def __call__(self, ids: Tensor, labels: Tensor, ledger: Ledger | NoLedger) -> Tensor:
         logits = self.model(ids, ledger)
         return self._loss(logits, labels)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+        loss: Tensor = self.entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+        return loss
