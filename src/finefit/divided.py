@@ -3,7 +3,7 @@
 As FSDP2 runs it (``torch/distributed/fsdp/_fully_shard``): a unit a block and one for all else, whose weights stay gathered
 from the start of forward to the end of backward; of the blocks the one that runs and the next are whole (stage 3), or all
 of them (stage 2). A block's gradients are whole until they are reduced; the reduction's fp32 input lives until the next
-block's. Tensor parallel ranks hold a share of every section, and gather the rows before attention and before the MLP: a
+block's. Tensor parallel ranks hold a share of every section, and gather the rows before attention, the MLP and the head: a
 plain block keeps them for backward. Torch-free.
 """
 
@@ -14,7 +14,10 @@ from .layout import Layout, ParamGroup
 from .sections import Section
 
 _FP32 = 4
-_ROWS_GATHERED = 2  # before attention, before the MLP
+_INPUTS = 2  # of attention, of the MLP
+_GRADIENTS = (
+    3  # two products that read one input each make a gradient of all rows, their sum is a third: see ``slices``
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,14 @@ class Divided:
         self.kept = (fixed["gradient"] / whole if fresh else 0.0) if self.reduces and whole else 1.0
         width = 4 if layout.graph[0] == "fp32" else 2
         rows = layout.micro.tokens * layout.model.hidden_size * width
-        self.rows = _ROWS_GATHERED * (rows - rows // self.tensor)
+        self.rows = rows - rows // self.tensor  # that a rank gets from the others
 
     def section(self, name: str, kind: str, section: Section) -> Section:
         end, top = self.share(section.end), self.share(section.top)
         of_block = name[-1].isdigit()
         if of_block and name.startswith("backward") and "gradient" in end:
             end["gradient"] = round(end["gradient"] * self.kept)
-        if of_block and self.tensor > 1:
+        if self.tensor > 1:
             self._gather_rows(name, kind, end, top)
         if held := self._held(name, of_block):
             top["temporary"] = top.get("temporary", 0) + held
@@ -93,21 +96,33 @@ class Divided:
         return {component: int(n_bytes / self.tensor) for component, n_bytes in parts.items()}
 
     def _gather_rows(self, name: str, kind: str, end: dict[str, int], top: dict[str, int]) -> None:
-        """Gathered rows: kept by a plain block from its forward to its backward, else there for a moment."""
-        forward = name.startswith("forward")
-        if kind == "plain":
-            end["activation"] = end.get("activation", 0) + (self.rows if forward else -self.rows)
-        if forward or kind == "checkpointed":
-            component = "activation" if kind == "plain" else "temporary"
-            top[component] = top.get(component, 0) + self.rows
+        """Inputs of the two sub-layers (one of the head) for as long as they are saved, and sums of parts at the top."""
+        if name in ("loss", "backward start"):
+            _add(end, "temporary", self.rows if name == "loss" else -self.rows)
+            _add(top, "temporary", self.rows * (name == "loss"))
+        elif name[-1].isdigit():
+            forward, plain = name.startswith("forward"), kind == "plain"
+            if plain:
+                _add(end, "activation", (1 if forward else -1) * _INPUTS * self.rows)
+            _add(top, "activation" if plain else "temporary", _INPUTS * self.rows * (forward or not plain))
+            _add(top, "temporary", self.rows * (1 if forward else _GRADIENTS))
 
     def _held(self, name: str, of_block: bool) -> int:
         """Gathered weights, and what a reduction still reads, beside the section's own."""
         if not self.reduces or name == "optimizer":
             return 0
-        whole = self.depth if self.stage == 2 else min(2, self.depth) * of_block
-        reducing = self.reduced * (of_block and name.startswith("backward"))
-        return self.outer + whole * self.block + reducing
+        backward = name.startswith("backward")
+        if self.stage == 2:
+            whole = self.depth + (of_block and not backward)  # what is gathered is copied out
+        else:
+            whole = min(2, self.depth) * of_block
+        follows = of_block and backward and name != "backward 2"  # nothing is reduced before the last block, which is first
+        return self.outer + whole * self.block + self.reduced * follows
+
+
+def _add(parts: dict[str, int], component: str, n_bytes: int) -> None:
+    if n_bytes:
+        parts[component] = parts.get(component, 0) + n_bytes
 
 
 def _computed(group: ParamGroup, layout: Layout) -> int:

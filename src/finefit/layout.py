@@ -22,6 +22,13 @@ class ParamGroup:
     bits: int
     trainable: bool
     role: Role | Literal["scale"]
+    rows: int = 0
+    """The first dimension of each, along which shards are cut; 0 where it is flat."""
+
+    def shard(self, ranks: int) -> int:
+        """Elements of the largest of ``ranks`` shards of one tensor."""
+        rows = self.rows or self.numel
+        return -(-rows // ranks) * (self.numel // rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +80,4 @@ def layout_of(model: ModelSpec, micro: Micro) -> Layout:
 
 
 def _group(prefix: str, parameter: Parameter, count: int) -> ParamGroup:
-    return ParamGroup(prefix + parameter.name, parameter.numel, count, 32, True, parameter.role)
+    return ParamGroup(prefix + parameter.name, parameter.numel, count, 32, True, parameter.role, parameter.shape[0])

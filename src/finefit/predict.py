@@ -28,7 +28,7 @@ def states(layout: Layout) -> dict[str, int]:
     stage, shards = layout.mesh.stage, layout.mesh.shards
 
     def held(group: ParamGroup, since: int) -> int:
-        return (-(-group.numel // shards) if stage >= since else group.numel) * group.count * group.bits // 8
+        return (group.shard(shards) if stage >= since else group.numel) * group.count * group.bits // 8
 
     trained = [g for g in layout.groups if g.trainable]
     step_counts = 4 * sum(g.count for g in trained)  # one fp32 scalar a tensor

@@ -63,9 +63,7 @@ class Units(Rank):
         return padded_share(shape, self.ranks) * old.itemsize if shape else super().share(old)
 
     def held_numel(self) -> float:
-        first = self.old.sections.index("steady")
-        grads = [e for e in self.old.entries if e.owner == "gradient" and e.section < first]
-        return sum(self.share(e) // e.itemsize for e in grads)
+        return sum(self.share(e) // e.itemsize for e in self.first_gradients())
 
     def enter(self, name: str) -> None:
         block = block_of(name)

@@ -87,9 +87,13 @@ class Rank:
         return out
 
     def trained_numel(self) -> int:
-        grads = [e for e in self.old.entries if e.owner == "gradient"]
-        first = self.old.sections.index("steady")
-        return sum(e.n_bytes // e.itemsize for e in grads if e.section < first)
+        return sum(e.n_bytes // e.itemsize for e in self.first_gradients())
+
+    def first_gradients(self) -> list[Entry]:
+        """Of the first step, if there are two."""
+        sections = self.old.sections
+        first = sections.index("steady") if "steady" in sections else len(sections)
+        return [e for e in self.old.entries if e.owner == "gradient" and e.section < first]
 
     def held_numel(self) -> float:
         """Trained elements whose states this rank holds."""
@@ -132,8 +136,8 @@ class Rank:
         self.new.died(index)
 
     def size(self, old: Entry) -> int:
-        """A share of a parameter in its stored type; frozen ones are held as they are computed."""
-        if old.owner != "parameter" or self.stage != 3:
+        """A share of a parameter in its stored type, and of states; frozen ones are held as they are computed."""
+        if self.stage < {"parameter": 3, "optimizer_state": 1}.get(old.owner, 4):
             return old.n_bytes
         stored = self.stored if self.run.method == "full" else 1.0
         return round(self.share(old) * stored)

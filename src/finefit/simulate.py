@@ -25,9 +25,10 @@ from .allocator import replay, smallest_capacity
 from .build import Optimizing, rewritten
 from .build import optimizer_of as own_optimizer
 from .catalog.configs import depth_key
-from .foreign import ForeignRun, Spread
+from .foreign import Dtype, ForeignRun, Spread
 from .layout import Micro
 from .ledger import Ledger
+from .meshes import mesh_of
 from .models import fill_empty
 from .nn.attend import standing_for
 from .placement import placed
@@ -41,7 +42,7 @@ from .stacks.optimizers import optimizer_of
 from .stacks.transformers import shallow_config
 from .stacks.workspaces import CUDA
 from .stream import Pattern, Stream, pattern_of, unrolled
-from .techniques import Accumulation, Checkpointing, Technique, from_json
+from .techniques import DIVIDING, Accumulation, Checkpointing, FusedLoss, Lora, Precision, Technique, from_json
 from .trace import batch_of, run_step
 
 MICRO_STEPS = 2
@@ -231,11 +232,50 @@ class _Watched(nn.Module):
         return output
 
 
+def plan_streams(config: Mapping[str, Any], techniques: Sequence[Technique], micro: Micro, kind: str) -> list[Stream]:
+    """The streams of the devices that may need most: one, or of a pipeline the first and the last."""
+    run = run_of_mesh(techniques, micro)
+    spread = run.spread
+    if spread.devices == 1:
+        return [plan_stream(config, techniques, micro, kind)]
+    cast = spread.shard_stage == 3  # the gather's cast takes the place of autocast's
+    alone = [
+        replace(t, kind="bf16") if cast and isinstance(t, Precision) and t.kind == "bf16_mixed" else t
+        for t in techniques
+        if not isinstance(t, DIVIDING)
+    ]
+    alone = [replace(t, chunk=max(t.chunk // spread.tensor, 1)) if isinstance(t, FusedLoss) else t for t in alone]
+    share = Micro(*(max(n // spread.tensor, 1) for n in (micro.tokens, micro.longest, micro.labelled)))
+    whole = sliced(plan_stream(part_of(config, run), alone, share, kind), run)
+    return [of_rank(part, run) for part in stages(whole, run)]
+
+
+def run_of_mesh(techniques: Sequence[Technique], micro: Micro) -> ForeignRun:
+    """A plan's run in the words of ``ranks`` and ``slices``. States are there already, in the type they are computed in."""
+    mesh, kind = mesh_of(techniques), next(t.kind for t in techniques if isinstance(t, Precision))
+    full = not any(isinstance(t, Lora) for t in techniques)
+    blocks = next((t.blocks for t in techniques if isinstance(t, Checkpointing)), 0)
+    steps = next((t.most_steps for t in techniques if isinstance(t, Accumulation)), 1)
+    compute: Dtype = "float32" if kind == "fp32" else "bfloat16"
+    sharded = mesh.stage >= 2
+    masters = full and sharded and kind == "bf16_mixed"
+    spread = Spread(
+        mesh.data, mesh.tensor, mesh.stages, shard_stage=3 if sharded else mesh.stage, shards=mesh.shards,
+        engine="fsdp2" if sharded else "", reduce_dtype="float32", stays="all" if mesh.stage == 2 else "",
+        micro_batches=steps,
+    )  # fmt: skip
+    return ForeignRun(
+        "finefit", "", "full" if full else "lora", 1, micro.tokens, steps, trained_dtype="float32" if masters else compute,
+        compute_dtype=compute, optimizer="sgd", foreach=False, checkpointing="full" if blocks else "none", spread=spread,
+    )  # fmt: skip
+
+
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     """All readings of a plan's micro-batch, as JSON values; a CPU has no caching allocator."""
     start = time.perf_counter()
     techniques = [from_json(t) for t in question["techniques"]]
-    stream = plan_stream(question["config"], techniques, Micro(*question["micro"]), question["kind"])
+    found = plan_streams(question["config"], techniques, Micro(*question["micro"]), question["kind"])
+    stream = max(found, key=lambda part: replay(part.allocations()).allocated_bytes)
     moments = stream.moments()
     live = max(sum(parts.values()) for parts in moments.values())
     readings = {"allocated_bytes": live, "reserved_bytes": live, "capacity_bytes": live}

@@ -27,7 +27,8 @@ def sliced(stream: Stream, run: ForeignRun) -> Stream:
     if ranks == 1:
         return stream
     held = ("parameter", "gradient", "optimizer_state")
-    entries = [_slice(e, ranks) if e.owner in held else e for e in stream.entries]
+    matrices = {e.shape for e in stream.entries if e.owner == "parameter" and len(e.shape) > 1}  # and their casts
+    entries = [_slice(e, ranks) if e.owner in held or e.shape in matrices else e for e in stream.entries]
     sliced = Stream(entries, stream.events, stream.sections, stream.section_start)
     if run.spread.gathers == "symmetric":
         return sliced
@@ -57,7 +58,8 @@ def _gathered(stream: Stream, run: ForeignRun, whole: int, share: int) -> Stream
         block, forward = block_of(name), name.startswith("forward")
         inside = block is not None and (forward or name.startswith("backward"))
         if inside and block not in saved:
-            saved[block or 0] = [out.born(_temporary(whole - share)) for _ in range(2)]
+            kept = "activation" if run.checkpointing == "none" else "temporary"
+            saved[block or 0] = [out.born(replace(_temporary(whole - share), owner=kept)) for _ in range(2)]
         if name == "loss":
             saved[_HEAD] = [out.born(_temporary(whole - share))]
         for i, sign in events:

@@ -14,20 +14,17 @@ import torch
 
 from finefit import models, predict
 from finefit.techniques import (
+    DIVIDING,
     TECHNIQUES,
     Accumulation,
     Checkpointing,
     Clipping,
-    DataParallel,
     FusedLoss,
     FusedOps,
     Lora,
     Packing,
-    PipelineParallel,
     Precision,
     QuantizedBase,
-    TensorParallel,
-    Zero,
 )  # fmt: skip
 from finefit.techniques.quantized_base import FORMS
 from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
@@ -37,8 +34,6 @@ ONE_OF_EACH = (
     QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32),
     Accumulation(2, most_steps=2), Clipping(0.5),
 )  # fmt: skip
-# What divides a run over devices is planned, not carried out yet: its other half is a simulated rank.
-DIVIDING = {DataParallel, PipelineParallel, TensorParallel, Zero}
 SETS = [
     (),
     *((t,) for t in ONE_OF_EACH),
@@ -94,6 +89,7 @@ def assert_square(techniques, config=None, lengths=(128, 128), micro_steps=1):
 
 
 def test_every_technique_is_in_the_square():
+    """What divides a run over devices is planned, not carried out yet: its other half is a simulated rank."""
     assert set(TECHNIQUES) == {Precision, *(type(t) for t in ONE_OF_EACH), *DIVIDING}
 
 

@@ -98,7 +98,8 @@ def test_states_are_divided_by_stage():
 
 def test_what_does_not_divide_evenly_is_rounded_up():
     layout = divided(Zero(3, 7))
-    assert states(layout)["parameter"] == sum(-(-g.numel // 7) * g.count * 4 for g in layout.groups)
+    shards = ((-(-g.rows // 7) * (g.numel // g.rows), g.count) for g in layout.groups)
+    assert states(layout)["parameter"] == sum(4 * numel * count for numel, count in shards)
 
 
 def test_the_peak_falls_with_every_stage_and_rank():

@@ -38,8 +38,10 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Clipping,
 )
 
+DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
+
 __all__ = [
-    "TECHNIQUES", "Accumulation", "Checkpointing", "Clipping", "DataParallel", "FusedLoss", "FusedOps", "Lora",
+    "DIVIDING", "TECHNIQUES", "Accumulation", "Checkpointing", "Clipping", "DataParallel", "FusedLoss", "FusedOps", "Lora",
     "NotAsPlanned", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip

@@ -35,9 +35,9 @@ class Lora(Technique):
         self._check([p.short_name for p in model.linears()])
         frozen = tuple(replace(g, trainable=False) for g in layout.groups)
         adapters = tuple(
-            ParamGroup(f"block.{p.name}.lora_{half}", self.rank * side, count, 32, True, "linear")
+            ParamGroup(f"block.{p.name}.lora_{half}", self.rank * side, count, 32, True, "linear", rows)
             for p, count in adapted
-            for half, side in (("A", p.shape[1]), ("B", p.shape[0]))
+            for half, side, rows in (("A", p.shape[1], self.rank), ("B", p.shape[0], p.shape[0]))
         )
         words = ["lora"] + (["dropout"] if self.dropout else [])
         if self.targets and set(self.targets) != {p.short_name for p in model.linears()}:

@@ -62,8 +62,8 @@ class QuantizedBase(Technique):
     def _parts(self, group: ParamGroup) -> Iterator[ParamGroup]:
         """Codes and scales of a group of weights, the last block of each filled up."""
         blocks = _blocks(group)
-        yield replace(group, numel=blocks * BLOCK, bits=self.bits, trainable=False)
-        scale = replace(group, trainable=False, role="scale")
+        yield replace(group, numel=blocks * BLOCK, bits=self.bits, trainable=False, rows=0)
+        scale = replace(group, trainable=False, role="scale", rows=0)
         if self.scales == "plain":
             yield replace(scale, name=f"{group.name}.scale", numel=blocks, bits=32)
             return

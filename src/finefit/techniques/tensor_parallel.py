@@ -30,7 +30,7 @@ class TensorParallel(Technique):
                 raise Unsuitable(f"{size} {what} do not divide among {n} devices")
         if layout.dequantised:
             raise Unsuitable("blocks of quantised weights do not divide by rows and columns")
-        groups = tuple(g if self._is_whole(g) else replace(g, numel=-(-g.numel // n)) for g in layout.groups)
+        groups = tuple(g if self._is_whole(g) else replace(g, numel=-(-g.numel // n), rows=0) for g in layout.groups)
         return replace(layout, groups=groups, mesh=replace(layout.mesh, tensor=n))
 
     @staticmethod
