@@ -1,8 +1,8 @@
 """Derive the coefficient files that ship with finefit: every family of the catalogue, the graphs the planner chooses.
 
-    python scripts/derive_coefficients.py [FAMILY ...]
+    python scripts/derive_coefficients.py [--evaluations] [FAMILY ...]
 
-Takes about a minute a family. Each graph is checked against a second trace at other sizes before it is written.
+Takes some minutes a family; with ``--evaluations`` only the evaluations are made anew, a minute a family. Each graph is checked against a second trace at other sizes before it is written.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def keys_of(spec: ModelSpec) -> set[str]:
     for techniques in found:
         with contextlib.suppress(Unsuitable):
             graphs.add(coefficients.key_of(rewrite(spec, micro, techniques)))
-    return {f"{graph} {blocks}" for graph in graphs for blocks in ("plain", "checkpointed")}
+    return {key for graph in graphs for key in coefficients.kinds_of(graph)}
 
 
 def main() -> None:
@@ -40,11 +40,16 @@ def main() -> None:
         spec = ModelSpec.from_config(model.config, model.name)
         wanted.setdefault(spec.family, set()).update(keys_of(spec))
     # the catalogue has more families than are traced: a new one is named once, then its file is there
-    for family in sys.argv[1:] or sorted(path.stem for path in coefficients.SHIPPED.glob("*.json")):
-        path = coefficients.SHIPPED / f"{family}.json"
-        path.unlink(missing_ok=True)
-        trace(family, str(path), *sorted(wanted[family]))
-        print(family, len(wanted[family]), "graphs,", path.stat().st_size, "bytes", flush=True)
+    folders = [coefficients.SHIPPED, coefficients.EVALUATIONS]
+    words = [word for word in sys.argv[1:] if word != "--evaluations"]
+    for family in words or sorted(path.stem for path in coefficients.SHIPPED.glob("*.json")):
+        evaluations = {key for key in wanted[family] if key.endswith(" eval")}
+        parts = [wanted[family] - evaluations, evaluations]
+        for folder, keys in list(zip(folders, parts, strict=True))["--evaluations" in sys.argv :]:
+            path = folder / f"{family}.json"
+            path.unlink(missing_ok=True)
+            trace(family, str(path), *sorted(keys))
+            print(family, len(keys), "graphs,", path.stat().st_size, "bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,8 @@ def traced_in_process(cache_folder):
         file = into or coefficients._cache(family)
         graphs = json.loads(file.read_text())["graphs"] if file.is_file() else {}
         for key in keys:
-            techniques, flags = trace._of_key(key)
             sizes = trace._fitting(family, trace.MARKERS)
-            ledger = trace.traced(trace.config_for(family, sizes, flags), techniques(sizes), sizes)
-            graphs[key] = trace.variants(trace.sections(ledger, sizes))
+            graphs[key] = trace.variants(trace.sections(trace.of_key(family, key, sizes), sizes))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"graphs": graphs}))
 

@@ -3,10 +3,8 @@
 Every file is opened again after it was written: the tensors must be there, of the right shape, and not empty.
 """
 
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +19,8 @@ from .nn.lora_linear import LoRALinear
 
 ADAPTER, MODEL = "adapter_model.safetensors", "model.safetensors"
 _PREFIX = "base_model.model."
+# Names of the format (huggingface/safetensors, its README) for the types that are written here.
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -73,18 +73,31 @@ def load_trained(model: torch.nn.Module, folder: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, atomically, opened again and checked."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    held = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
-    with replacing(path) as temporary:
-        try:
-            save_file(held, temporary, {"format": "pt"})
-        except SafetensorError as error:  # a full disk is one of these, with the system's number in its text
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+    """One safetensors file, atomically, opened again and checked; of a device's tensors one at a time is on the host."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        # Wide types first, as the library's own files have it, so that every tensor begins at a multiple of its width.
+        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        file.write(_header({name: tensors[name] for name in names}))
+        for name in names:
+            file.write(_raw(tensors[name]))
     _reopen(path, tensors)
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Its length in 8 bytes, then JSON of each tensor's type, shape and place, filled up to a multiple of 8."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        described[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """The tensor's bytes; those of a contiguous tensor on the host are not copied."""
+    return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -31,10 +31,15 @@ def build(
 ) -> Run:  # fmt: skip
     """A run ready for its first micro-batch."""
     run = rewritten(config, techniques, device)
-    fill(run.model, device)
-    reset_adapters(run.model, seed)
+    load(run, fill, seed)
     run.optimizer = optimizer_of(run, optimizing)
     return run
+
+
+def load(run: Run, fill: models.Fill, seed: int = 0) -> None:
+    """Give every weight its value: those of the base by ``fill``, the adapters' as they start."""
+    fill(run.model, run.device)
+    reset_adapters(run.model, seed)
 
 
 def rewritten(config: Any, techniques: Sequence[Technique], device: torch.device) -> Run:
@@ -54,6 +59,7 @@ def reset_adapters(model: Any, seed: int) -> None:
                 drawn = torch.empty(module.lora_A.shape)
                 torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
                 module.lora_A.copy_(drawn)
+                del drawn  # or it would be there while the next one is drawn
                 module.lora_B.zero_()
 
 

@@ -20,6 +20,7 @@ from .errors import EngineError, ModelError, did_you_mean
 from .layout import Layout
 
 SHIPPED = Path(__file__).parent / "catalog" / "coefficients"
+EVALUATIONS = SHIPPED / "evaluation"
 Sections = list[dict[str, Any]]
 
 
@@ -33,8 +34,8 @@ def key_of(layout: Layout) -> str:
 
 
 def sections_for(layout: Layout, checkpointed: str) -> Sections:
-    """Sections of the graph with no block (``plain``) or every block (``checkpointed``) checkpointed."""
-    family, key = layout.model.family, f"{key_of(layout)} {checkpointed}"
+    """Sections of the graph with no block (``plain``) or every block (``checkpointed``) checkpointed, or of ``eval``."""
+    family, key = layout.model.family, _with_kind(key_of(layout), checkpointed)
     if (found := _shipped(family).get(key)) is not None:
         return found  # type: ignore[no-any-return]
     if (found := _read(_cache(family)).get(key)) is not None:
@@ -44,11 +45,21 @@ def sections_for(layout: Layout, checkpointed: str) -> Sections:
     return _read(_cache(family))[key]  # type: ignore[no-any-return]
 
 
+def kinds_of(key: str) -> set[str]:
+    """What is traced of a graph: its step with no block and with every block checkpointed, and its evaluation."""
+    return {_with_kind(key, kind) for kind in ("plain", "checkpointed", "eval")}
+
+
+def _with_kind(key: str, kind: str) -> str:
+    """The key of a trace; an evaluation is without dropout."""
+    return f"{key.replace(' dropout', '')} eval" if kind == "eval" else f"{key} {kind}"
+
+
 def is_traced(layout: Layout) -> bool:
-    """Whether the layout's graph is at hand, plain and checkpointed, without a trace."""
-    family, key = layout.model.family, key_of(layout)
-    both = {f"{key} plain", f"{key} checkpointed"}
-    return both <= _shipped(family).keys() or both <= _shipped(family).keys() | _read(_cache(family)).keys()
+    """Whether the layout's graph is at hand, all kinds of it, without a trace."""
+    family, all_kinds = layout.model.family, kinds_of(key_of(layout))
+    known = _shipped(family).keys()
+    return all_kinds <= known or all_kinds <= known | _read(_cache(family)).keys()
 
 
 def derive(family: str, keys: list[str], into: Path | None = None) -> None:
@@ -80,7 +91,8 @@ def _fingerprint() -> str:
     """What a trace depends on: the library that has the models, and our own modules and techniques."""
     here = Path(__file__).parent
     sources = [path for part in ("nn", "techniques") for path in sorted((here / part).glob("*.py"))]
-    sources += [here / name for name in ("run.py", "trace.py", "ledger.py", "poly.py", "models.py", "build.py")]
+    names = ("run.py", "evaluate.py", "trace.py", "ledger.py", "poly.py", "models.py", "build.py")
+    sources += [here / name for name in names]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     try:
         digest.update(importlib.metadata.version("transformers").encode())
@@ -91,7 +103,7 @@ def _fingerprint() -> str:
 
 @functools.cache
 def _shipped(family: str) -> Mapping[str, Any]:
-    return _read(SHIPPED / f"{family}.json")
+    return {**_read(SHIPPED / f"{family}.json"), **_read(EVALUATIONS / f"{family}.json")}
 
 
 @functools.lru_cache(maxsize=16)

@@ -101,7 +101,7 @@ class Divided:
             _add(end, "temporary", self.rows if name == "loss" else -self.rows)
             _add(top, "temporary", self.rows * (name == "loss"))
         elif name[-1].isdigit():
-            forward, plain = name.startswith("forward"), kind == "plain"
+            forward, plain = not name.startswith("backward"), kind == "plain"
             if plain:
                 _add(end, "activation", (1 if forward else -1) * _INPUTS * self.rows)
             _add(top, "activation" if plain else "temporary", _INPUTS * self.rows * (forward or not plain))

@@ -1,28 +1,57 @@
 """Held-out loss, and one held-out example answered: what the report shows before and after training."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .run import Example, Run, summed_loss
+from .ledger import Ledger, NoLedger
+from .run import Example, MicroBatch, Run, summed_loss
 
 EXAMPLES = 64  # evenly spaced over the held-out set: about a quarter of a minute on two cores for a 135M model
+Watching = Callable[[MicroBatch], AbstractContextManager[object]]
 
 
-def held_out_loss(run: Run, examples: Sequence[Example]) -> tuple[float, int, float]:
-    """(loss per labelled token, labelled tokens, seconds) without dropout; the run is in training mode afterwards."""
+def held_out_loss(
+    run: Run, examples: Sequence[Example], watching: Watching = lambda _: nullcontext()
+) -> tuple[float, int, float]:
+    """(loss per labelled token, labelled tokens, seconds) without dropout; the run is in training mode afterwards.
+
+    The largest micro-batch, and no other, is within ``watching``.
+    """
     started = time.perf_counter()
     total, labelled = 0.0, 0
-    run.model.eval()
-    with torch.no_grad():
-        for group in run.split([len(ids) for ids, _ in examples]):
-            batch = run.collate([examples[i] for i in group]).to(run.device)
-            total += summed_loss(run, batch).item()
-            labelled += len(batch.label_l)
-    run.model.train()
+    groups = run.split([len(ids) for ids, _ in examples])
+    largest = max(groups, key=lambda group: sum(len(examples[i][0]) for i in group))
+    for group in groups:
+        batch = run.collate([examples[i] for i in group]).to(run.device)
+        with watching(batch) if group is largest else nullcontext():
+            total += unlearned_loss(run, batch).item()
+        labelled += len(batch.label_l)
     return total / labelled, labelled, time.perf_counter() - started
+
+
+def unlearned_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
+    """`summed_loss` without dropout and with nothing kept for a backward; the run is in training mode afterwards."""
+    run.model.eval()
+    with torch.no_grad(), _no_casts_kept():
+        loss = summed_loss(run, batch, ledger)
+    run.model.train()
+    return loss
+
+
+@contextmanager
+def _no_casts_kept() -> Iterator[None]:
+    """Autocast lets go of each cast weight: without a backward it is used once, and all of them are half the weights."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 def spaced(n: int, most: int) -> list[int]:

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 COMPONENTS = ("parameter", "gradient", "optimizer_state", "activation", "temporary", "input", "reserved")
-MOMENTS = ("load", "forward_end", "loss", "backward_peak", "optimizer_step", "eval", "save")
+STEP = ("forward_end", "loss", "backward_peak", "optimizer_step")
+PHASES = ("load", "resume", "eval", "save")  # what a run does beside its steps
+MOMENTS = ("load", "resume", *STEP, "eval", "save")
+# What a host has in its memory beside the device's tensors. Pages of mapped files are the system's to take back.
+HOST = ("program", "tensors", "copies", "data", "mapped")
 
 Witness = Literal["predicted", "simulated", "measured"]
 Bytes = dict[str, int]
@@ -17,12 +21,16 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """``moments[moment][component]`` in bytes: the composition at the highest point of each moment."""
+    """``moments[moment][component]`` in bytes: the composition at the highest point of each moment on the device.
+
+    ``host`` is the same of the host's memory, by the components of ``HOST``; empty where nobody has asked.
+    """
 
     witness: Witness
     moments: Mapping[str, Mapping[str, int]]
     reserved_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+    host: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def at(self, moment: str) -> int:
         """Bytes at the highest point of ``moment``, without the reserved part."""
@@ -50,11 +58,13 @@ class Footprint:
             "reserved_bytes": self.reserved_bytes,
             "moments": {moment: dict(parts) for moment, parts in self.moments.items()},
             "notes": list(self.notes),
+            "host": {moment: dict(parts) for moment, parts in self.host.items()},
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Footprint":
-        return cls(data["witness"], data["moments"], data["reserved_bytes"], tuple(data.get("notes", ())))
+        notes, host = tuple(data.get("notes", ())), data.get("host", {})
+        return cls(data["witness"], data["moments"], data["reserved_bytes"], notes, host)
 
 
 def highest(witness: Witness, *parts: Mapping[str, Mapping[str, int]]) -> Footprint:

@@ -58,7 +58,7 @@ class Layout:
     dequantised: int = 0
     """Elements of a quantised weight that are brought back at once."""
     in_flight: int = 0
-    """Bytes beside the parameters while a weight is loaded that is not kept as it is stored."""
+    """Bytes that a weight takes beside itself and the parameters while it is quantised; 0 where none is."""
     state_tensors: int = 2
     """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
     mesh: Mesh = field(default_factory=Mesh)

@@ -118,7 +118,7 @@ class NoLedger:
 
 
 @contextmanager
-def block_marks(ledger: Ledger, blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
+def block_marks(ledger: Ledger, blocks: Iterable[torch.nn.Module], word: str = "forward") -> Iterator[None]:
     """Sections by decoder block: ``forward i`` … and, as gradients reach a block's output, ``backward i``.
 
     A forward section lasts beyond its block: a block's input is let go when its caller has the output.
@@ -133,12 +133,12 @@ def block_marks(ledger: Ledger, blocks: Iterable[torch.nn.Module]) -> Iterator[N
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
                 hidden.register_hook(lambda _grad: ledger.mark(f"backward {i}"))
-            ledger.mark_at_next_birth("forward after")
+            ledger.mark_at_next_birth(f"{word} after")
 
         return hook
 
     for i, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(entered(f"forward {i}")))
+        handles.append(block.register_forward_pre_hook(entered(f"{word} {i}")))
         handles.append(block.register_forward_hook(left(i)))
     try:
         yield

@@ -11,16 +11,18 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from . import phases
 from .coefficients import sections_for
 from .divided import Divided, Part, parts
-from .footprint import Footprint
+from .footprint import MOMENTS, Footprint
 from .layout import Layout, Micro, ParamGroup
 from .sections import Section, numbers
 from .spec import HardwareSpec
 from .witness import nccl_bytes
 
 QUERY_BLOCK = 128  # rows of one attention block: nn.attention.QUERY_BLOCK
-_MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step"}
+_MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step",
+           "eval": "eval"}  # fmt: skip
 
 
 def states(layout: Layout) -> dict[str, int]:
@@ -57,7 +59,11 @@ def sizes_of(layout: Layout) -> dict[str, float]:
 
 
 def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint:
-    """Bytes by component at each moment of a steady step's largest micro-batch, on the device that needs most."""
+    """Bytes by component at each moment of a run, on the device that needs most: of a steady step's largest micro-batch,
+    and beside the steps.
+
+    Without ``hardware`` the device is a CPU, and nothing is said of its memory beside tensors.
+    """
     found = [_of_device(part, hardware) for part in parts(layout)]
     return max(found, key=lambda f: f.peak_bytes)
 
@@ -65,16 +71,23 @@ def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint
 def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
     layout = part.layout
     fixed = states(layout)
-    itinerary = list(_itinerary(part))
+    found = {**_walked(part, fixed, _itinerary(part)), **_walked(part, {**fixed, "gradient": 0}, _evaluation(part))}
+    kind = hardware.kind if hardware else "cpu"
+    found |= phases.beside(layout, fixed, kind)
+    moments = {moment: found[moment] for moment in MOMENTS if moment in found}
+    if hardware is None:
+        return Footprint("predicted", moments)
+    reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices)
+    return Footprint("predicted", moments, reserved, host=phases.host(layout, moments, kind))
+
+
+def _walked(part: Part, fixed: Mapping[str, int], passes: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
+    """The highest composition of each moment on the way."""
+    itinerary = list(passes)
     walk = _Walk(part, fixed, itinerary)
     for name, kind, times in itinerary:
         walk.through(name, kind, times)
-    held = {**fixed, "activation": 0, "temporary": 0}
-    largest = max((g.numel * g.bits // 8 for g in layout.groups), default=0)
-    walk.best["load"] = {"parameter": fixed["parameter"], "temporary": max(largest, layout.in_flight)}
-    walk.best["save"] = {c: n for c, n in held.items() if n and c != "gradient"}
-    reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices) if hardware else 0
-    return Footprint("predicted", walk.best, reserved)
+    return walk.best
 
 
 def _itinerary(part: Part) -> Iterator[tuple[str, str, int]]:
@@ -100,11 +113,24 @@ def _itinerary(part: Part) -> Iterator[tuple[str, str, int]]:
     yield "optimizer", outer, 1
 
 
+def _evaluation(part: Part) -> Iterator[tuple[str, str, int]]:
+    """The same of a held-out micro-batch as large: forward and loss, of which nothing is kept."""
+    depth = part.layout.depth
+    if part.is_first:
+        yield "eval before", "eval", 1
+    yield "eval 0", "eval", 1
+    yield "eval 1", "eval", max(0, depth - 2)
+    if depth > 1:
+        yield "eval 2", "eval", 1
+    for name in ("eval after", "eval loss") if part.is_last else ():
+        yield name, "eval", 1
+
+
 @functools.cache
 def _place(name: str) -> tuple[str, str]:
     """The moment of a section, and which block it is: its number, ``before`` for what is before them, else nothing."""
     first, _, last = name.partition(" ")
-    return _MOMENT[first], last if last.isdigit() or name == "forward before" else ""
+    return _MOMENT[first], last if last.isdigit() or last == "before" else ""
 
 
 class _Walk:

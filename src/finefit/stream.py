@@ -7,7 +7,7 @@ middle block, so that depth costs nothing to simulate.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from .footprint import COMPONENTS
+from .footprint import COMPONENTS, MOMENTS
 
 
 @dataclass(slots=True)
@@ -109,8 +109,9 @@ class Stream:
 
 def moment_of(section: str) -> str:
     """The moment a section belongs to: its first word, in the names of ``footprint.MOMENTS``."""
-    words = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step"}
-    return words.get(section.split(" ")[0], "")
+    words = {"forward": "forward_end", "backward": "backward_peak", "optimizer": "optimizer_step"}
+    first = section.split(" ")[0]
+    return words.get(first, first if first in MOMENTS else "")
 
 
 def block_of(section: str) -> int | None:

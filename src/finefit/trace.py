@@ -9,18 +9,18 @@ A second trace at other sizes must equal the polynomials to the byte (``check``)
 Declines models whose blocks differ (they are traced at the real config), and what kernels hold inside one operator.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import models
+from . import evaluate, models
 from .build import Optimizing, optimizer_of, rewritten
 from .files import write_atomically
 from .layout import Micro
-from .ledger import Ledger, block_marks
+from .ledger import Ledger, NoLedger, block_marks
 from .poly import Poly, dominates, plus, times, value
 from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
 from .stream import Entry
@@ -108,6 +108,26 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
         ledger.mark("end")
 
 
+def run_evaluation(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
+    """The loss of one batch without gradients, under the ledger: nothing outlives it."""
+    own_state(run, batch, ledger)
+    with ledger, block_marks(ledger, blocks_of(run.model), "eval"):
+        ledger.mark("eval before")
+        evaluate.unlearned_loss(run, batch, _Within(ledger, "eval"))
+        ledger.mark("end")
+
+
+@dataclass(frozen=True, slots=True)
+class _Within(NoLedger):
+    """Marks sections of a moment of their own."""
+
+    ledger: Ledger
+    moment: str
+
+    def mark(self, name: str) -> None:
+        self.ledger.mark(f"{self.moment} {name}")
+
+
 def own_state(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
     """Name what is there before the step begins."""
     assert run.optimizer is not None
@@ -120,14 +140,16 @@ def own_state(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
     ledger.own((*batch.tensors(), *run.model.buffers()), "input")
 
 
-def traced(config: Any, techniques: Sequence[Technique], sizes: Mapping[str, int]) -> Ledger:
-    """The ledger of one fake step at these sizes."""
+def traced(
+    config: Any, techniques: Sequence[Technique], sizes: Mapping[str, int], step: Callable[[Run, MicroBatch, Ledger], None] = run_step
+) -> Ledger:
+    """The ledger of one fake step (or of one evaluation) at these sizes."""
     ledger = Ledger()
     run = rewritten(config, techniques, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         models.fill_empty(run.model, run.device)
         run.optimizer = optimizer_of(run, Optimizing())
-        run_step(run, batch_of(Micro(sizes["T"], sizes["S"], sizes["L"])), ledger)
+        step(run, batch_of(Micro(sizes["T"], sizes["S"], sizes["L"])), ledger)
     return ledger
 
 
@@ -169,7 +191,7 @@ def _is_outside(section: str) -> bool:
 
 def _is_late(born: str, died: str) -> bool:
     """Whether what was born in a section may depend on another kind of block than the section it dies in."""
-    return (born[-1].isdigit() or born == "forward before") and not died[-1].isdigit() and born != died
+    return (born[-1].isdigit() or born.endswith(" before")) and not died[-1].isdigit() and born != died
 
 
 def _without_empty(parts: Mapping[str, Poly]) -> dict[str, Poly]:
@@ -196,11 +218,17 @@ def _total(parts: Mapping[str, Poly]) -> Poly:
 
 def graph(family: str, key: str) -> list[dict[str, Any]]:
     """The sections a key of ``coefficients`` stands for, as JSON, checked against a second trace at other sizes."""
-    techniques, flags = _of_key(key)
     first, second = (_fitting(family, sizes) for sizes in (MARKERS, OTHERS))
-    found = variants(sections(traced(config_for(family, first, flags), techniques(first), first), first))
-    check(found, traced(config_for(family, second, flags), techniques(second), second), second)
+    found = variants(sections(of_key(family, key, first), first))
+    check(found, of_key(family, key, second), second)
     return found
+
+
+def of_key(family: str, key: str, sizes: Mapping[str, int]) -> Ledger:
+    """The ledger of what a key of ``coefficients`` stands for, at these sizes."""
+    techniques, flags = _of_key(key)
+    step = run_evaluation if key.endswith(" eval") else run_step
+    return traced(config_for(family, sizes, flags), techniques(sizes), sizes, step)
 
 
 def _fitting(family: str, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -214,11 +242,11 @@ def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
     seen = 0
     for section in found:
         seen += section.name == "forward before"
-        again = None if section.name in ("optimizer", "end") or section.name.endswith(" end") else seen > 1
         name = section.name
+        again = None if name in ("optimizer", "end") or name.endswith(" end") or "eval" in name else seen > 1
         if _is_outside(name) or not (section.end or section.landmarks):
             continue
-        if name == "forward after" and out and out[-1]["name"] == "forward after":
+        if name.endswith(" after") and out and out[-1]["name"] == name:
             raise AssertionError("two sections after the blocks hold something")
         out.append({"name": name, "again": again, "end": section.end, "landmarks": section.landmarks})
     return out

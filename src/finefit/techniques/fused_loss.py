@@ -42,6 +42,8 @@ class FusedLoss(Technique):
             hidden_lh = hidden_lh.to(torch.get_autocast_dtype(kind))
         softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         weight = model.get_output_embeddings().weight
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # or the function would form the head's gradient: it asks the tensor, not the mode
         with torch.autocast(kind, enabled=False):
             total: Tensor = ChunkedCrossEntropy.apply(hidden_lh, weight, batch.label_l, self.chunk, softcap)
         return total

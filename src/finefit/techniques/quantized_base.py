@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 BLOCK, GROUP = 64, 256  # elements that share a scale, scales that share one in turn: nn.blockwise's
 # On a CPU 2**18 to 2**20 are equally fast (2 cores, torch 2.13, 2026-11-29); on CUDA enough to be worth its calls, not measured.
 CHUNK = {"cpu": 2**19, "cuda": 2**23}
-# Bytes an element of a chunk while it is quantised (its values, the same over their scale, their codes before they are
-# packed), and those of the bounds between codes.
-_ENCODING, _BOUNDS = {4: 12, 8: 9}, 2**11
+# Bytes an element of a chunk while it is quantised: the same over their scale and its codes before they are packed; its
+# values in fp32 beside them, unless they are stored so. Then the bounds between codes, of the weight and of its scales.
+_ENCODING, _VALUES, _BOUNDS, _SCALE_BOUNDS = {4: 8, 8: 5}, 4, {4: 4 * 15, 8: 0}, 4 * 255
 _GRIDS = {4: "NF4", 8: "int8"}
 Bits = Literal[4, 8]
 Scales = Literal["double", "plain"]
@@ -78,10 +78,11 @@ class QuantizedBase(Technique):
             yield ParamGroup("tables.dynamic", 256, 1, 32, False, "scale")
 
     def _in_flight(self, group: ParamGroup, dtype: str) -> int:
-        """Bytes beside the model while one weight is loaded: itself as it is stored, its scales, a chunk's codes."""
-        blocks = _blocks(group)
-        stored = group.numel * BITS.get(dtype, 32) // 8
-        return stored + 4 * blocks + _ENCODING[self.bits] * min(self.chunk, blocks * BLOCK) + _BOUNDS
+        """Bytes beside the model and the weight itself: its scales, and a chunk's codes or the codes of the scales."""
+        blocks, chunk = _blocks(group), min(self.chunk, _blocks(group) * BLOCK)
+        each = _ENCODING[self.bits] + (0 if BITS.get(dtype, 32) == 32 else _VALUES)
+        scales = 12 * GROUP * -(-blocks // GROUP) + _SCALE_BOUNDS if self.scales == "double" else 0
+        return 4 * blocks + max(each * chunk + _BOUNDS[self.bits], scales)
 
     def apply(self, run: "Run") -> None:
         from torch import nn

@@ -1,0 +1,114 @@
+"""What a run holds beside its steps: loading, resuming and saving on the device, and every moment on the host.
+
+Read off our own code. `models.fill_from` makes all parameters first, then copies one tensor of the file at a time into
+them; a quantised weight takes, for that moment, what `QuantisedWeight.copy_` does. `adapter.write_tensors` writes
+tensor by tensor and `adapter.read_tensors` copies out of the mapped file, so neither holds anything twice. Evaluation
+is walked in ``predict``, as the step is. On a CPU the device *is* the host.
+
+Declines what is not there: data-loader workers and pinned buffers (batches are made where the loop runs), and a merge.
+Pages of mapped files (weights, checkpoints, token shards) are told apart: the system takes them back when it must.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from .layout import BITS, Layout, ParamGroup
+
+Kind = Literal["cpu", "cuda"]
+Bytes = dict[str, int]
+
+MIB = 2**20
+# Interpreter, torch, transformers and a tokenizer once a step has run, without any tensor: resident, shared libraries
+# among it. Measured: Python 3.11, torch 2.13 for CPUs, transformers 5.24, 2 threads, Linux, 2026-11-30.
+PROGRAM = 400 * MIB
+# The same with a CUDA device in use: libraries and driver map and copy their kernels. 2,056,600 kB resident by
+# pytorch/pytorch#113326 (torch 2.2, CUDA 11.8, lazy loading, RTX 3090); not measured by us yet.
+CUDA_PROGRAM = 2008 * MIB
+# What `data` and `batches` keep of an example beside the mapped shards: three arrays of 8 bytes (offset, labelled,
+# length), and five Python numbers in lists (length, labelled, width, row, its place in a step), 8 + 28 bytes each.
+EXAMPLE = 3 * 8 + 5 * 36
+
+
+def beside(layout: Layout, states: Mapping[str, int], kind: Kind) -> dict[str, Bytes]:
+    """Bytes on the device by component while weights are loaded, a run is resumed and a checkpoint is saved."""
+    held = {component: n for component, n in states.items() if n and component != "gradient"}
+    loading = {"parameter": states["parameter"], "temporary": _in_flight(layout, kind)}
+    return {"load": {c: n for c, n in loading.items() if n}, "resume": held, "save": dict(held)}
+
+
+def _in_flight(layout: Layout, kind: Kind) -> int:
+    """Beside the parameters while they are given their values, on the device.
+
+    A plain weight is converted on the host on its way to CUDA (a copy that blocks; aten/src/ATen/native/cuda/Copy.cu),
+    so only one that is to be quantised is there as the file has it. On a CPU the file's mapping is read in place, and an
+    adapter's start is drawn beside it.
+    """
+    if kind == "cuda":
+        return layout.in_flight + (_stored_linear(layout) if layout.in_flight else 0)
+    return max(layout.in_flight, _drawn(layout))
+
+
+def _stored_linear(layout: Layout) -> int:
+    """Bytes of a block's largest linear weight as the file has it."""
+    return max(p.numel for p in layout.model.linears()) * _stored_bits(layout) // 8
+
+
+def _stored_bits(layout: Layout) -> int:
+    return BITS.get(layout.model.dtype, 32)
+
+
+def _drawn(layout: Layout) -> int:
+    """An adapter's A while it is drawn, in fp32 on the host (`build.reset_adapters`)."""
+    return max((_bytes(g) for g in layout.groups if g.name.endswith("lora_A")), default=0)
+
+
+def _bytes(group: ParamGroup) -> int:
+    """Of one tensor."""
+    return group.numel * group.bits // 8
+
+
+def host(layout: Layout, moments: Mapping[str, Mapping[str, int]], kind: Kind) -> dict[str, Bytes]:
+    """Bytes on the host by ``footprint.HOST`` at each of these moments."""
+    program = PROGRAM if kind == "cpu" else CUDA_PROGRAM
+    copies, mapped = _copies(layout) if kind == "cuda" else {}, _mapped(layout)
+    found: dict[str, Bytes] = {}
+    for moment, parts in moments.items():
+        tensors = sum(parts.values()) if kind == "cpu" else 0
+        here = {"program": program, "tensors": tensors, "copies": copies.get(moment, 0), "mapped": mapped.get(moment, 0)}
+        found[moment] = {component: n for component, n in here.items() if n}
+    return found
+
+
+def _copies(layout: Layout) -> dict[str, int]:
+    """What is on the host for a moment because it is on its way to or from a CUDA device."""
+    bits = _stored_bits(layout)
+    plain = [g for g in layout.groups if g.role != "scale" and g.bits >= 16 and not _is_adapter(g)]
+    converted = max((_bytes(g) for g in plain if g.bits != bits), default=0)
+    written = max((_bytes(g) for g in layout.groups if g.trainable), default=0)
+    return {"load": max(converted, _drawn(layout)), "save": written}
+
+
+def _is_adapter(group: ParamGroup) -> bool:
+    return group.name.endswith(("lora_A", "lora_B"))
+
+
+def _mapped(layout: Layout) -> dict[str, int]:
+    """Pages of files at each moment: the model's while it is loaded, then the checkpoint's larger one, its states."""
+    trained = sum(_bytes(g) * g.count for g in layout.groups if g.trainable)
+    stored = layout.model.num_parameters * _stored_bits(layout) // 8
+    return {"load": stored, "resume": max(1, layout.state_tensors) * trained}
+
+
+def with_data(parts: Mapping[str, Mapping[str, int]], examples: int, tokens: int) -> dict[str, Bytes]:
+    """The host's bytes with those of the data: what is kept of each example, and the shards' pages (5 bytes a token)."""
+    kept = EXAMPLE * examples
+    return {
+        moment: {**here, "data": kept, "mapped": here.get("mapped", 0) + 5 * tokens} for moment, here in parts.items()
+    }
+
+
+def needed(parts: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
+    """(moment, bytes) of the host's highest need; what is only mapped is not needed."""
+    sums = {moment: sum(n for c, n in here.items() if c != "mapped") for moment, here in parts.items()}
+    moment = max(sums, key=lambda name: sums[name], default="")
+    return moment, sums.get(moment, 0)
