@@ -11,7 +11,6 @@ from torch import Tensor
 from .ledger import Ledger, NoLedger
 from .run import Example, MicroBatch, Run, summed_loss
 
-EXAMPLES = 64  # evenly spaced over the held-out set: about a quarter of a minute on two cores for a 135M model
 Watching = Callable[[MicroBatch], AbstractContextManager[object]]
 
 
@@ -52,11 +51,6 @@ def _no_casts_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(kept)
-
-
-def spaced(n: int, most: int) -> list[int]:
-    """At most ``most`` of ``n`` row numbers, evenly spaced."""
-    return list(range(n)) if n <= most else [i * n // most for i in range(most)]
 
 
 def answer(model: Any, ids: Sequence[int], stop: Sequence[int], most_tokens: int) -> list[int]:

@@ -23,7 +23,7 @@ from .errors import CheckpointError
 VERSION = 1
 
 #: Event -> the fields it must have; more are allowed and readers pass over what they do not know.
-#: A *footprint* has witness, peak_bytes, peak_moment, reserved_bytes and moments: {moment: {component: bytes}}.
+#: A *footprint* has witness, peak_bytes, peak_moment, reserved_bytes, moments: {moment: {component: bytes}}, and host.
 FIELDS: dict[str, tuple[str, ...]] = {
     # plan: dict | model, data: names | steps: count | predicted: footprint | hardware: dict | worst: {"tokens","where"}
     "plan": ("plan", "model", "data", "steps", "predicted", "hardware", "worst"),
@@ -40,6 +40,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # step: 0 before training | loss on held-out examples | optional sample: {"prompt", "reference", "answer"}
     "eval": ("step", "loss", "labelled_tokens", "seconds"),
     "save": ("step", "path", "bytes", "seconds"),
+    # moment: load, resume, eval or save, the first of each in a process | measured, predicted: {component: bytes} on the
+    # device | host_bytes: resident at its peak, pages of mapped files too | predicted_host: {component: bytes}
+    "phase": ("moment", "step", "measured", "predicted", "host_bytes", "predicted_host"),
     # message: what the device refused, and where in the step
     "out_of_memory": ("step", "message"),
     # plan: the new one | message: what was learnt | optional predicted: footprint
@@ -52,7 +55,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 #: Fields that are figures wherever they stand, so that a reader may reckon with them; null where nothing is known.
 _FIGURES = frozenset({
     "step", "steps", "seconds", "parameters", "trainable", "loss", "learning_rate", "grad_norm", "tokens",
-    "labelled_tokens", "tokens_per_s", "rss_bytes", "bytes", "loss_before", "loss_after",
+    "labelled_tokens", "tokens_per_s", "rss_bytes", "bytes", "loss_before", "loss_after", "host_bytes",
 })  # fmt: skip
 _COUNTS = frozenset({"step", "steps"})
 _WORDS = (None, "nan", "inf", "-inf")

@@ -12,7 +12,7 @@ COMPONENTS = ("parameter", "gradient", "optimizer_state", "activation", "tempora
 STEP = ("forward_end", "loss", "backward_peak", "optimizer_step")
 PHASES = ("load", "resume", "eval", "save")  # what a run does beside its steps
 MOMENTS = ("load", "resume", *STEP, "eval", "save")
-# What a host has in its memory beside the device's tensors. Pages of mapped files are the system's to take back.
+# What is in a host's memory; pages of mapped files are the system's to take back.
 HOST = ("program", "tensors", "copies", "data", "mapped")
 
 Witness = Literal["predicted", "simulated", "measured"]

@@ -14,7 +14,7 @@ from .config import Config
 from .errors import ConfigError, DoesNotFit
 from .footprint import Footprint
 from .meshes import mesh_of
-from .plan import Plan
+from .plan import WARNING, Plan
 from .predict import footprint
 from .spec import HardwareSpec, ModelSpec
 from .techniques import Accumulation, Technique, Unsuitable
@@ -46,7 +46,7 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
     if (devices := mesh_of(plan.techniques).devices) > 1:
         hint = "make one for one device: finefit plan MODEL DATA -o FILE"
         raise ConfigError(f"the plan is for {devices} devices, and this version trains on one", hint=hint)
-    work = wish.batches.work(*_limits(plan))
+    work = wish.batches.work(*limits(plan))
     techniques: tuple[Technique, ...] = tuple(
         replace(t, most_steps=work.most_steps) if isinstance(t, Accumulation) else t for t in plan.techniques
     )
@@ -66,10 +66,11 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
         plan, techniques=techniques, predicted=predicted, global_batch_size=wish.examples, budget_bytes=limit, seconds_per_step=seconds,
         gradient_accumulation_steps=work.most_steps, tokens_per_s=made.tokens_per_s,
         neighbours=(),  # they were judged for other batches
+        notes=tuple(note for note in plan.notes if not note.startswith(WARNING)),
     )  # fmt: skip
 
 
-def _limits(plan: Plan) -> tuple[int, int, bool]:
+def limits(plan: Plan) -> tuple[int, int, bool]:
     """How the plan splits a batch: most examples, most tokens (0 is no limit), whether into rectangles."""
     split = next(t for t in plan.techniques if isinstance(t, Accumulation))
     return split.micro_batch_size, split.micro_batch_tokens, plan.technique("packing") is None
@@ -77,10 +78,10 @@ def _limits(plan: Plan) -> tuple[int, int, bool]:
 
 def worst_rows(plan: Plan, model: ModelSpec, hardware: HardwareSpec, batches: Any) -> list[int]:
     """Rows of the micro-batch the plan was made for: of all in the run the one with the highest predicted peak."""
-    limits = _limits(plan)
-    largest = batches.work(*limits).largest
+    most_of_each = limits(plan)
+    largest = batches.work(*most_of_each).largest
     most = max(largest, key=lambda micro: footprint(rewrite(model, micro, plan.techniques), hardware).peak_bytes)
-    rows: list[int] = batches.rows_of(most, *limits)
+    rows: list[int] = batches.rows_of(most, *most_of_each)
     return rows
 
 

@@ -16,6 +16,7 @@ from .units import format_bytes, format_seconds
 
 VERSION = 1
 _LATER = ("neighbours",)  # fields that plan files of this version have only since they were added
+WARNING = "warning: "  # how a note begins that is to be shown before the plan runs
 _AGAIN = "make it again: finefit plan MODEL -o FILE"
 
 

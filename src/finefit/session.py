@@ -11,26 +11,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from . import phases
 from . import plan as plans
 from .assets import model_folder
 from .batches import Batches, FromOrder, Uniform
-from .candidates import Question
+from .candidates import Question, rewrite
 from .config import Config, dump, load
-from .data.order import InOrder, Order
+from .data.order import InOrder, Order, spaced
 from .data.readers import HELD_OUT, Source, open_source
 from .data.tokens import TokenStore, prepare
 from .errors import CheckpointError, ConfigError, DataError, DoesNotFit, EngineError, ModelError
 from .explain import explained
 from .files import hold, write_atomically
 from .hardware import HardwareSpec
-from .obey import Wish, obeyed
-from .plan import Plan
+from .obey import Wish, limits, obeyed
+from .plan import WARNING, Plan
+from .predict import footprint
 from .search import DEFAULT_BUDGET, search
 from .spec import JobSpec, ModelSpec, resolve_model
 from .units import Budget, format_bytes, parse_budget
 
 LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 HELD_OUT_SHARE = 20  # one of so many examples is set aside where no held-out data is named
+EVALUATED = 64  # examples, evenly spaced over the held-out set: a quarter of a minute on two cores for a 135M model
 BASE = "base.json"  # where the run's model is
 
 
@@ -49,6 +52,16 @@ class Data:
     def batch(self, step: int) -> list[int]:
         """Rows of the store of one global batch."""
         return [self.rows[i] for i in self.order.batch(step)]
+
+    def evaluated(self) -> list[int]:
+        """Rows of the held-out store that an evaluation takes."""
+        return [self.held_out_rows[i] for i in spaced(len(self.held_out_rows), EVALUATED)]
+
+    def held_out_batches(self) -> FromOrder:
+        """They as one global batch."""
+        rows = self.evaluated()
+        lengths, labelled = (of[rows].tolist() for of in (self.held_out.lengths, self.held_out.labelled))
+        return FromOrder([range(len(rows))], lengths, labelled)
 
     def batches(self) -> FromOrder:
         steps = [self.batch(step) for step in range(1, self.steps + 1)]
@@ -126,7 +139,36 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: Da
     """The search for this config; without data every example counts as long as allowed."""
     job, batches = job_of(config, data), batches_of(config, model, data)
     question = Question(model, hardware, job, batches, budget_of(config, hardware))
-    return explained(question, search(question))
+    return foreseen(explained(question, search(question)), model, hardware, data)
+
+
+def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: Data | None) -> Plan:
+    """``plan`` with what the data adds beside the steps: the held-out examples' evaluation, and its part of the host.
+
+    What is short of memory outside the steps becomes a note that begins with WARNING.
+    """
+    predicted, warnings = plan.predicted, []
+    if data is not None:
+        found = [footprint(rewrite(model, micro, plan.techniques), hardware)
+                 for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
+        held_out = max(found, key=lambda one: one.at("eval"))
+        stores = {store.folder: store for store in (data.store, data.held_out)}.values()
+        examples, tokens = sum(map(len, stores)), sum(int(store.index["tokens"]) for store in stores)
+        host = phases.with_data({**predicted.host, "eval": held_out.host["eval"]}, examples, tokens)
+        predicted = replace(predicted, moments={**predicted.moments, "eval": held_out.moments["eval"]}, host=host)
+        if predicted.total_bytes > plan.budget_bytes:
+            needs = f"{format_bytes(predicted.total_bytes)} of {format_bytes(plan.budget_bytes)}"
+            warnings.append(f"{WARNING}the held-out examples are longer than the rest: evaluating them needs {needs}")
+    moment, needed = phases.needed(predicted.host)
+    if 0 < hardware.host_memory_bytes < needed:
+        has = format_bytes(hardware.host_memory_bytes)
+        warnings.append(f"{WARNING}{moment} needs {format_bytes(needed)} of the host's memory, which is {has}")
+    return replace(plan, predicted=predicted, notes=(*plan.notes, *warnings))
+
+
+def warnings_of(plan: Plan) -> tuple[str, ...]:
+    """What of the plan's notes is to be shown before it runs."""
+    return tuple(note.removeprefix(WARNING) for note in plan.notes if note.startswith(WARNING))
 
 
 def batches_of(config: Config, model: ModelSpec, data: Data | None) -> Batches:
@@ -142,7 +184,7 @@ def obey(plan_file: Path, config: Config, model: ModelSpec, hardware: HardwareSp
     examples = min(config.train.global_batch_size, len(data.rows))
     wish = Wish(config, model, hardware, data.batches(), examples, limit)
     try:
-        return obeyed(plans.load(plan_file), wish)
+        return foreseen(obeyed(plans.load(plan_file), wish), model, hardware, data)
     except (ConfigError, DoesNotFit) as error:
         error.where = error.where or str(plan_file)
         raise
@@ -195,7 +237,7 @@ def new(config: Config, plan_file: Path | None) -> Job:
     plan.save(folder / "plan.json")
     base = {"folder": str(asset.folder), "says": asset.says, "data": data.store.folder.name}
     write_atomically(folder / BASE, json.dumps(base).encode())
-    said = tuple(sentence for sentence in (asset.says, *data.store.says()) if sentence)
+    said = tuple(sentence for sentence in (asset.says, *data.store.says(), *warnings_of(plan)) if sentence)
     return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, held, said)
 
 

@@ -4,21 +4,27 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import adapter, checkpoint, evaluate, loop, models
-from .build import Optimizing, build
+from . import adapter, checkpoint, evaluate, loop, models, watch
+from .build import Optimizing, load, optimizer_of, rewritten
 from .config import Config
+from .data.order import spaced
 from .errors import DataError, Diverged, OutOfMemory
 from .events import EventLog, number, steps
+from .footprint import Footprint
+from .layout import Micro
 from .obey import worst_rows
+from .predict import footprint
 from .rehearse import rehearse
 from .report import write_report
 from .run import Example, MicroBatch, Run, trainable
+from .search import rewrite
 from .session import LEARNING_RATE, Job
 from .spec import ModelSpec
 from .units import format_bytes
@@ -62,9 +68,9 @@ def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     worst = [] if resumed else _worst_rows(job)
     if not resumed:
         _tell_plan(job, log, worst)
-    run = _build(job)
+    run = _build(job, log)
     seconds = time.perf_counter() - started
-    done = checkpoint.load_newest(run, job.folder / "checkpoints", partial(_warn, log)) if resumed else 0
+    done = _resume(job, run, log) if resumed else 0
     for sentence in job.said:
         log.write("warn", message=sentence, hint="")
     if resumed:
@@ -72,15 +78,16 @@ def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
     else:
         _rehearse(job, run, log, worst)
     _tell_build(job, run, log, seconds, verified=not resumed)
-    held_out = [_example(job.data.held_out, row) for row in _spaced_rows(job)]
+    held_out = [_example(job.data.held_out, row) for row in job.data.evaluated()]
     losses: list[float] = []
+    watched: set[str] = set()
     if done == 0:
-        losses.append(_evaluate(job, run, log, held_out, 0))
+        losses.append(_evaluate(job, run, log, held_out, watched, 0))
     with stop_on_signals() as stop:
         hooks = loop.Hooks(
             feed=partial(_feed, job, run),
-            evaluate=lambda step: losses.append(_evaluate(job, run, log, held_out, step)),
-            save=partial(_save, job, run, log),
+            evaluate=lambda step: losses.append(_evaluate(job, run, log, held_out, watched, step)),
+            save=partial(_save, job, run, log, watched),
             stop=stop,
         )
         status = loop.train(run, _pace(job), hooks, log, done)
@@ -110,17 +117,33 @@ def _tell_plan(job: Job, log: EventLog, worst: list[int]) -> None:
     )  # fmt: skip
 
 
-def _build(job: Job) -> Run:
+def _build(job: Job, log: EventLog) -> Run:
     plan = job.plan
     device = torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
     at = job.config.train
     peak = LEARNING_RATE[plan.method] if at.learning_rate == "auto" else at.learning_rate
     torch.manual_seed(job.config.seed)  # dropout draws from the global generator, which checkpoints keep
-    run = build(
-        models.config_of(job.model_folder), plan.techniques, models.fill_from(job.model_folder), device,
-        Optimizing(peak, at.weight_decay), job.config.seed,
-    )  # fmt: skip
+    run = rewritten(models.config_of(job.model_folder), plan.techniques, device)
+    with watch.phase("load", run) as seen:
+        load(run, models.fill_from(job.model_folder), job.config.seed)
+    _tell_phase(log, "load", 0, seen, plan.predicted)
+    run.optimizer = optimizer_of(run, Optimizing(peak, at.weight_decay))
     return run
+
+
+def _resume(job: Job, run: Run, log: EventLog) -> int:
+    """The newest whole checkpoint's step, its state put back into the run."""
+    with watch.phase("resume", run) as seen:
+        done = checkpoint.load_newest(run, job.folder / "checkpoints", partial(_warn, log))
+    _tell_phase(log, "resume", done, seen, job.plan.predicted)
+    return done
+
+
+def _tell_phase(log: EventLog, moment: str, step: int, seen: watch.Seen, predicted: Footprint) -> None:
+    log.write(
+        "phase", moment=moment, step=step, measured=seen.device, predicted=predicted.moments.get(moment, {}),
+        host_bytes=seen.host_bytes, predicted_host=predicted.host.get(moment, {}),
+    )  # fmt: skip
 
 
 def _rehearse(job: Job, run: Run, log: EventLog, worst: list[int]) -> None:
@@ -147,7 +170,7 @@ def _check_targets(job: Job) -> None:
     """The end-of-turn token must be a target: a model that never learns to stop is the commonest silent mistake."""
     store, eos = job.data.store, job.tokenizer.eos_token_id
     cut = job.config.train.max_length  # a truncated example has lost its end
-    whole = [row for row in evaluate.spaced(len(store), 64) if store.lengths[row] < cut][:16]
+    whole = [row for row in spaced(len(store), 64) if store.lengths[row] < cut][:16]
     if not whole:
         return
     trained = {int(t) for row in whole for t, on in zip(*_example(store, row), strict=True) if on}
@@ -165,11 +188,6 @@ def _example(store: Any, row: int) -> Example:
     return ids, mask
 
 
-def _spaced_rows(job: Job) -> list[int]:
-    rows = job.data.held_out_rows
-    return [rows[i] for i in evaluate.spaced(len(rows), evaluate.EXAMPLES)]
-
-
 def _feed(job: Job, run: Run, step: int) -> list[MicroBatch]:
     examples = [_example(job.data.store, row) for row in job.data.batch(step)]
     return [run.collate([examples[i] for i in group]) for group in run.split([len(ids) for ids, _ in examples])]
@@ -182,8 +200,8 @@ def _pace(job: Job) -> loop.Pace:
     return loop.Pace(steps, rate, at.eval_every, at.save_every, at.log_every)
 
 
-def _evaluate(job: Job, run: Run, log: EventLog, held_out: list[Example], step: int) -> float:
-    loss, labelled, seconds = evaluate.held_out_loss(run, held_out)
+def _evaluate(job: Job, run: Run, log: EventLog, held_out: list[Example], watched: set[str], step: int) -> float:
+    loss, labelled, seconds = evaluate.held_out_loss(run, held_out, partial(_watch_batch, job, run, log, watched, step))
     fields: dict[str, Any] = {}
     if step in (0, job.data.steps):
         fields["sample"] = _sample(job, run, held_out)
@@ -201,10 +219,37 @@ def _sample(job: Job, run: Run, held_out: list[Example]) -> dict[str, str]:
     return {"prompt": decode(evaluate.prompt_of((ids, mask))), "reference": decode(reference), "answer": decode(said)}
 
 
-def _save(job: Job, run: Run, log: EventLog, step: int) -> None:
+@contextmanager
+def _watch_batch(
+    job: Job, run: Run, log: EventLog, watched: set[str], step: int, batch: MicroBatch
+) -> Iterator[None]:
+    """Watch the evaluation's largest micro-batch once in a process, beside what is predicted for one of its size."""
+    if "eval" in watched:
+        yield
+        return
+    watched.add("eval")
+    with watch.phase("eval", run, batch.tensors()) as seen:
+        yield
+    longest = max(end - start for start, end in zip(batch.bounds, batch.bounds[1:], strict=False))
+    micro = Micro(batch.ids_bs.numel(), longest, len(batch.label_l))
+    layout = rewrite(ModelSpec.from_folder(job.model_folder), micro, job.plan.techniques)
+    said = footprint(layout, job.hardware)
+    kept = {c: n for c, n in job.plan.predicted.host.get("eval", {}).items() if c in ("data", "mapped")}
+    host = {**said.host, "eval": {**said.host["eval"], **kept}}
+    _tell_phase(log, "eval", step, seen, replace(said, host=host))
+
+
+def _save(job: Job, run: Run, log: EventLog, watched: set[str], step: int) -> None:
     started = time.perf_counter()
+    save = partial(checkpoint.save, run, step, job.folder / "checkpoints", job.config.model)
     keep = job.config.train.keep_checkpoints
-    path, n_bytes = checkpoint.save(run, step, job.folder / "checkpoints", job.config.model, keep)
+    if "save" in watched:
+        path, n_bytes = save(keep)
+    else:
+        watched.add("save")
+        with watch.phase("save", run) as seen:
+            path, n_bytes = save(keep)
+        _tell_phase(log, "save", step, seen, job.plan.predicted)
     log.write("save", step=step, path=str(path), bytes=n_bytes, seconds=time.perf_counter() - started)
 
 

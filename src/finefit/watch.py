@@ -7,6 +7,7 @@ peak, which is read against what is known to be held. Of the host the kernel's o
 """
 
 import contextlib
+import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,9 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _forget_peak() -> None:
+    """Set the mark back, and give the system what the C library's heap only keeps: it is not this phase's."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):  # not Linux, or not allowed: then the mark is that of the process's whole life
         _CLEAR.write_text(_PEAK_OF_RSS)
 

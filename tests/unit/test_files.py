@@ -1,25 +1,25 @@
 """Writing: whole or not at all, and one process a folder."""
 
-import pytest
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
+import errno
 
+import pytest
+import torch
+
+from finefit import adapter
 from finefit.adapter import save_tokenizer, write_tensors
 from finefit.errors import CheckpointError, ConfigError
 from finefit.files import hold
 
 
 def test_a_full_disk_says_so_and_keeps_the_old_file(tmp_path, monkeypatch):
-    """safetensors has an exception of its own for it."""
     path = tmp_path / "a.safetensors"
     write_tensors(path, {"x": torch.ones(3)})
     before = path.read_bytes()
 
-    def full(*_):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(adapter, "_raw", full)
     with pytest.raises(CheckpointError) as caught:
         write_tensors(path, {"x": torch.zeros(3)})
     assert "disk is full" in caught.value.hint

@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 from finefit.errors import DataError
 
 
+def spaced(n: int, most: int) -> list[int]:
+    """At most ``most`` of ``n`` row numbers, evenly spaced."""
+    return list(range(n)) if n <= most else [i * n // most for i in range(most)]
+
+
 class Worst(NamedTuple):
     """The most expensive step: its number, its cost, its examples."""
 

@@ -67,7 +67,9 @@ def _memory(summary: Summary) -> str:
         parts.append(f"The budget was {format_bytes(budget)}.")
     parts.append(_table(("at the peak", "predicted", "measured", "difference"), rows))
     if by_moment := tables.moments(summary):
-        parts.append(_table(("moment of the step", "predicted", "measured", "difference"), by_moment))
+        parts.append(_table(("moment of the run", "predicted", "measured", "difference"), by_moment))
+    if of_host := tables.hosts(summary):
+        parts.append(_table(("host's memory", "predicted", "of it mapped files", "measured", "difference"), of_host))
     return "\n\n".join(parts)
 
 

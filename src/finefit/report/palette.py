@@ -31,6 +31,7 @@ LABELS: dict[str, str] = {
 #: Moment -> how people call it, in the order of a step.
 MOMENTS: dict[str, str] = {
     "load": "weights loaded",
+    "resume": "resuming",
     "forward_end": "end of forward",
     "loss": "loss",
     "backward_peak": "peak of backward",

@@ -64,6 +64,8 @@ class Summary:
     predicted: Mapping[str, Any] | None
     measured: Mapping[str, Any] | None
     measured_at_step: int | None
+    hosts: tuple[tuple[str, Mapping[str, int], int], ...]
+    """(moment, predicted by component, resident at the peak) of the host's memory."""
     tokens: int
     labelled_tokens: int
     seconds: float
@@ -111,6 +113,8 @@ def summarize(events: Iterable[Event]) -> Summary:
     memory = max(by_name.get("memory", []), key=lambda one: int(one["measured"]["peak_bytes"]), default=None)
     seconds = [number(step["seconds"]) for step in steps]
     samples = [event for event in evals if event.get("sample")]
+    phases = {str(event["moment"]): event for event in by_name.get("phase", [])}
+    predicted = memory["predicted"] if memory else replanned.get("predicted") or plan.get("predicted")
     return Summary(
         model=str(plan.get("model", "")),
         data=str(plan.get("data", "")),
@@ -131,8 +135,9 @@ def summarize(events: Iterable[Event]) -> Summary:
         loss_after=_first_known(end.get("loss_after"), evals[-1]["loss"] if len(evals) > 1 else None),
         sample_before=_sample(samples[0]) if samples else None,
         sample_after=_sample(samples[-1]) if len(samples) > 1 else None,
-        predicted=memory["predicted"] if memory else replanned.get("predicted") or plan.get("predicted"),
-        measured=memory["measured"] if memory else None,
+        predicted=_with_phases(predicted, {name: one["predicted"] for name, one in phases.items()}),
+        measured=_with_phases(memory["measured"] if memory else None, {name: one["measured"] for name, one in phases.items()}),
+        hosts=tuple((name, one["predicted_host"], int(one["host_bytes"])) for name, one in phases.items()),
         measured_at_step=int(memory["step"]) if memory else None,
         tokens=sum(int(step["tokens"]) for step in steps),
         labelled_tokens=sum(int(step["labelled_tokens"]) for step in steps),
@@ -143,6 +148,21 @@ def summarize(events: Iterable[Event]) -> Summary:
         resumes=_resumes(order),
         notes=tuple(_note(event) for event in order if event["event"] in ("warn", "out_of_memory", "replan")),
     )
+
+
+def _with_phases(
+    footprint: Mapping[str, Any] | None, phases: Mapping[str, Mapping[str, int]]
+) -> Mapping[str, Any] | None:
+    """A footprint with what is known of moments beside the step; the peak may be one of them."""
+    known = {name: parts for name, parts in phases.items() if parts}
+    if footprint is None or not known:
+        return footprint
+    moments = {**footprint.get("moments", {}), **known}
+    sums = {name: sum(map(int, parts.values())) for name, parts in moments.items()}
+    peak = max(sums, key=lambda name: sums[name])
+    if sums[peak] <= int(footprint["peak_bytes"]):
+        peak = str(footprint["peak_moment"])
+    return {**footprint, "moments": moments, "peak_moment": peak, "peak_bytes": max(sums[peak], int(footprint["peak_bytes"]))}
 
 
 def _last(by_name: Mapping[str, list[Event]], name: str) -> Event:

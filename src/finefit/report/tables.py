@@ -91,6 +91,18 @@ def moments(summary: Summary) -> Rows:
     return rows
 
 
+def hosts(summary: Summary) -> Rows:
+    """(moment, predicted, of it files, resident, difference) of the host's memory beside the steps."""
+    order = list(MOMENTS)
+    rows: Rows = []
+    for moment, parts, resident in sorted(summary.hosts, key=lambda one: order.index(one[0]) if one[0] in order else 0):
+        whole = sum(map(int, parts.values())) or None
+        predicted, measured, difference = compared(whole, resident)
+        files = format_bytes(parts["mapped"]) if parts.get("mapped") else UNKNOWN
+        rows.append((MOMENTS.get(moment, moment), predicted, files, measured, difference))
+    return rows
+
+
 def sparse(points: Sequence[Point], most: int = 12) -> list[Point]:
     """At most ``most`` points: the first, the last, and evenly between."""
     if len(points) <= most:

@@ -62,6 +62,9 @@ def _fields(event: Event) -> dict[str, Any]:
         case "memory":
             peaks = {f"{key}_peak": format_bytes(event[key]["peak_bytes"]) for key in ("measured", "predicted")}
             return {**_of(event, "step"), **peaks, "moment": event["measured"]["peak_moment"]}
+        case "phase":
+            device = {key: format_bytes(sum(event[key].values())) for key in ("measured", "predicted")}
+            return {**_of(event, "step", "moment"), **device, "host": format_bytes(event["host_bytes"])}
         case "eval":
             return {**_of(event, "step"), "loss": loss_text(number(event["loss"])), **_of(event, "seconds")}
         case "save":

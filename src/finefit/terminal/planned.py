@@ -7,11 +7,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..report.palette import COLOURS, LABELS, MOMENTS, total_bytes, with_reserved
+from ..report.palette import COLOURS, LABELS, MOMENTS, moment_bytes, total_bytes, with_reserved
 from ..units import format_bytes, format_seconds
 from .bars import capacity, stacked
 
 _WIDEST_BAR = 40
+_BESIDE = ("load", "resume", "eval", "save")  # phases of their own, not moments of a step
+_WARNING = "warning: "  # how a plan's note begins that is to be shown
 
 
 def plan_view(plan: Mapping[str, Any], console: Console | None = None, *, explain: bool = False) -> None:
@@ -26,6 +28,10 @@ def plan_renderable(plan: Mapping[str, Any], width: int, *, ascii_only: bool = F
     """A plan as tables, at ``width`` columns."""
     bar_width = max(10, min(_WIDEST_BAR, width - 48))
     parts: list[RenderableType] = [_head(plan), Text(), _memory(plan, bar_width, ascii_only), _capacity(plan)]
+    if plan["predicted"].get("host"):
+        parts += [Text(), _phases(plan["predicted"])]
+    warnings = [str(note) for note in plan.get("notes", ()) if str(note).startswith(_WARNING)]
+    parts += [Text(warning, style="bold red") for warning in warnings]
     if plan.get("techniques"):
         parts += [Text(), _techniques(plan)]
     if plan.get("reasons"):
@@ -78,6 +84,25 @@ def _memory(plan: Mapping[str, Any], bar_width: int, ascii_only: bool) -> Render
     table.add_row(
         "together", format_bytes(whole_bytes), "", stacked(predicted, whole_bytes, bar_width, ascii_only), style="bold"
     )
+    return table
+
+
+def _phases(predicted: Mapping[str, Any]) -> RenderableType:
+    """What the device and the host must have in each phase; the step's is its highest moment."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("phase")
+    for title in ("device", "host", "and of files"):
+        table.add_column(title, justify="right")
+    shown: dict[str, str] = {}
+    for moment in (name for name in MOMENTS if moment_bytes(predicted, name) is not None):
+        phase = MOMENTS[moment] if moment in _BESIDE else "step"
+        if phase not in shown or (moment_bytes(predicted, moment) or 0) > (moment_bytes(predicted, shown[phase]) or 0):
+            shown[phase] = moment
+    for phase, moment in shown.items():
+        device = (moment_bytes(predicted, moment) or 0) + int(predicted.get("reserved_bytes", 0))
+        host = {component: int(n) for component, n in predicted["host"].get(moment, {}).items()}
+        mapped = host.pop("mapped", 0)
+        table.add_row(phase, format_bytes(device), format_bytes(sum(host.values())), format_bytes(mapped) if mapped else "")
     return table
 
 

@@ -48,7 +48,7 @@ class RunState:
                 self.held_out = number(event["loss"])
             case "end":
                 self.status = str(event["status"])
-        if event["event"] not in ("step", "memory", "plan"):
+        if event["event"] not in ("step", "memory", "plan", "phase"):
             self.last.append(sentence(event))
 
     def seconds_left(self) -> float | None:
