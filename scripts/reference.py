@@ -52,7 +52,8 @@ WORDS: dict[str, dict[str, str]] = {
         "nothing writes them yet.",
         "event": "event", "fields": "fields", "notes": "notes",
         "footprint": "A *footprint* has `witness`, `peak_bytes`, `peak_moment`, `reserved_bytes`, `notes` and "
-        "`moments`: `{moment: {component: bytes}}`.",
+        "`moments`: `{moment: {component: bytes}}`; `host` is the same of the host's memory, where it is predicted: "
+        "`program`, `tensors` (a CPU's), `copies`, `data`, and `mapped` files, which the system can take back.",
     },
     "zh": {
         "config": "运行文件的键",
@@ -69,7 +70,8 @@ WORDS: dict[str, dict[str, str]] = {
         "`out_of_memory` 与 `replan` 是预留的：目前没有任何代码写它们。说明一栏保留英文，与代码一致。",
         "event": "事件", "fields": "字段", "notes": "说明",
         "footprint": "*footprint* 含 `witness`、`peak_bytes`、`peak_moment`、`reserved_bytes`、`notes` 与 "
-        "`moments`：`{moment: {component: bytes}}`。",
+        "`moments`：`{moment: {component: bytes}}`；`host` 是主机内存的同样数据（有预测时）：`program`、"
+        "`tensors`（设备为 CPU 时）、`copies`、`data`，以及系统可以收回的 `mapped` 文件页。",
     },
 }  # fmt: skip
 

@@ -97,7 +97,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _raw(tensor: Tensor) -> memoryview:
     """The tensor's bytes; those of a contiguous tensor on the host are not copied."""
-    return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -77,7 +77,12 @@ def host(layout: Layout, moments: Mapping[str, Mapping[str, int]], kind: Kind) -
     for moment, parts in moments.items():
         tensors = sum(parts.values()) if kind == "cpu" else 0
         program = CUDA_PROGRAM if kind == "cuda" else PROGRAM + (0 if moment in ("load", "resume") else WARM)
-        here = {"program": program, "tensors": tensors, "copies": copies.get(moment, 0), "mapped": mapped.get(moment, 0)}
+        here = {
+            "program": program,
+            "tensors": tensors,
+            "copies": copies.get(moment, 0),
+            "mapped": mapped.get(moment, 0),
+        }
         found[moment] = {component: n for component, n in here.items() if n}
     return found
 

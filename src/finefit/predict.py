@@ -8,7 +8,7 @@ Symbols: as in ``poly``.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from . import phases
@@ -70,23 +70,20 @@ def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint
 
 def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
     layout = part.layout
-    fixed = states(layout)
-    found = {**_walked(part, fixed, _itinerary(part)), **_walked(part, {**fixed, "gradient": 0}, _evaluation(part))}
-    kind = hardware.kind if hardware else "cpu"
-    found |= phases.beside(layout, fixed, kind)
+    fixed, sizes = states(layout), sizes_of(layout)
+    found = _walked(_Walk(part, fixed, sizes), _itinerary(part))
+    found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
+    found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
     moments = {moment: found[moment] for moment in MOMENTS if moment in found}
-    if hardware is None:
-        return Footprint("predicted", moments)
-    reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices)
-    return Footprint("predicted", moments, reserved, host=phases.host(layout, moments, kind))
+    reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices) if hardware else 0
+    return Footprint("predicted", moments, reserved)
 
 
-def _walked(part: Part, fixed: Mapping[str, int], passes: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
+def _walked(walk: "_Walk", passes: Iterator[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
     """The highest composition of each moment on the way."""
-    itinerary = list(passes)
-    walk = _Walk(part, fixed, itinerary)
-    for name, kind, times in itinerary:
-        walk.through(name, kind, times)
+    for name, kind, times in passes:
+        if times:
+            walk.through(name, kind, times)
     return walk.best
 
 
@@ -136,11 +133,10 @@ def _place(name: str) -> tuple[str, str]:
 class _Walk:
     """Live bytes by component while the sections pass, and the highest composition of each moment."""
 
-    def __init__(self, part: Part, fixed: Mapping[str, int], itinerary: Iterable[tuple[str, str, int]]) -> None:
+    def __init__(self, part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -> None:
         layout = part.layout
-        self.part, self.fixed = part, fixed
+        self.part, self.layout, self.fixed, self.sizes = part, layout, fixed, sizes
         self.divided = Divided(layout, fixed) if layout.mesh.devices > 1 else None
-        self.sizes = sizes_of(layout)
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         tokens, labelled = layout.micro.tokens, layout.micro.labelled
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}
@@ -148,13 +144,12 @@ class _Walk:
             self.live["gradient"] = 0
         self.best: dict[str, dict[str, int]] = {}
         self.highest: dict[str, int] = {}  # bytes of each of them together
-        kinds = {kind for _, kind, times in itinerary if times}
-        self.tables = {kind: numbers(sections_for(layout, kind), self.again, self.sizes) for kind in kinds}
+        self.tables: dict[str, Mapping[str, Section]] = {}
         self.passed: list[tuple[str, str, int]] = []
 
     def through(self, name: str, kind: str, times: int) -> None:
-        if not times:
-            return
+        if kind not in self.tables:
+            self.tables[kind] = numbers(sections_for(self.layout, kind), self.again, self.sizes)
         section = self.tables[kind].get(name)
         moment, block = _place(name)
         if section is not None and self.divided:

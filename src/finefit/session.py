@@ -24,6 +24,7 @@ from .errors import CheckpointError, ConfigError, DataError, DoesNotFit, EngineE
 from .explain import explained
 from .files import hold, write_atomically
 from .hardware import HardwareSpec
+from .layout import Micro
 from .obey import Wish, limits, obeyed
 from .plan import WARNING, Plan
 from .predict import footprint
@@ -148,17 +149,20 @@ def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: Data | 
     What is short of memory outside the steps becomes a note that begins with WARNING.
     """
     predicted, warnings = plan.predicted, []
+    layout, moments = rewrite(model, Micro(1, 1, 1), plan.techniques), dict(predicted.moments)
     if data is not None:
         found = [footprint(rewrite(model, micro, plan.techniques), hardware)
                  for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
-        held_out = max(found, key=lambda one: one.at("eval"))
+        moments["eval"] = max(found, key=lambda one: one.at("eval")).moments["eval"]
+    host = phases.host(layout, moments, hardware.kind)
+    if data is not None:
         stores = {store.folder: store for store in (data.store, data.held_out)}.values()
         examples, tokens = sum(map(len, stores)), sum(int(store.index["tokens"]) for store in stores)
-        host = phases.with_data({**predicted.host, "eval": held_out.host["eval"]}, examples, tokens)
-        predicted = replace(predicted, moments={**predicted.moments, "eval": held_out.moments["eval"]}, host=host)
-        if predicted.total_bytes > plan.budget_bytes:
-            needs = f"{format_bytes(predicted.total_bytes)} of {format_bytes(plan.budget_bytes)}"
-            warnings.append(f"{WARNING}the held-out examples are longer than the rest: evaluating them needs {needs}")
+        host = phases.with_data(host, examples, tokens)
+    predicted = replace(predicted, moments=moments, host=host)
+    if plan.predicted.total_bytes <= plan.budget_bytes < predicted.total_bytes:
+        needs = f"{format_bytes(predicted.total_bytes)} of {format_bytes(plan.budget_bytes)}"
+        warnings.append(f"{WARNING}the held-out examples are longer than the rest: evaluating them needs {needs}")
     moment, needed = phases.needed(predicted.host)
     if 0 < hardware.host_memory_bytes < needed:
         has = format_bytes(hardware.host_memory_bytes)

@@ -141,7 +141,10 @@ def own_state(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
 
 
 def traced(
-    config: Any, techniques: Sequence[Technique], sizes: Mapping[str, int], step: Callable[[Run, MicroBatch, Ledger], None] = run_step
+    config: Any,
+    techniques: Sequence[Technique],
+    sizes: Mapping[str, int],
+    step: Callable[[Run, MicroBatch, Ledger], None] = run_step,
 ) -> Ledger:
     """The ledger of one fake step (or of one evaluation) at these sizes."""
     ledger = Ledger()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import adapter, checkpoint, evaluate, loop, models, watch
+from . import adapter, checkpoint, evaluate, loop, models, phases, watch
 from .build import Optimizing, load, optimizer_of, rewritten
 from .config import Config
 from .data.order import spaced
@@ -220,9 +220,7 @@ def _sample(job: Job, run: Run, held_out: list[Example]) -> dict[str, str]:
 
 
 @contextmanager
-def _watch_batch(
-    job: Job, run: Run, log: EventLog, watched: set[str], step: int, batch: MicroBatch
-) -> Iterator[None]:
+def _watch_batch(job: Job, run: Run, log: EventLog, watched: set[str], step: int, batch: MicroBatch) -> Iterator[None]:
     """Watch the evaluation's largest micro-batch once in a process, beside what is predicted for one of its size."""
     if "eval" in watched:
         yield
@@ -234,9 +232,9 @@ def _watch_batch(
     micro = Micro(batch.ids_bs.numel(), longest, len(batch.label_l))
     layout = rewrite(ModelSpec.from_folder(job.model_folder), micro, job.plan.techniques)
     said = footprint(layout, job.hardware)
-    kept = {c: n for c, n in job.plan.predicted.host.get("eval", {}).items() if c in ("data", "mapped")}
-    host = {**said.host, "eval": {**said.host["eval"], **kept}}
-    _tell_phase(log, "eval", step, seen, replace(said, host=host))
+    of_data = {c: n for c, n in job.plan.predicted.host.get("eval", {}).items() if c in ("data", "mapped")}
+    host = phases.host(layout, {"eval": said.moments["eval"]}, job.hardware.kind)
+    _tell_phase(log, "eval", step, seen, replace(said, host={"eval": {**host["eval"], **of_data}}))
 
 
 def _save(job: Job, run: Run, log: EventLog, watched: set[str], step: int) -> None:

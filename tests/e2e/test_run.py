@@ -45,6 +45,16 @@ def test_predicted_peak_is_the_measured_one(whole):
     assert abs(predicted - measured) <= 0.03 * measured
 
 
+def test_phases_beside_the_steps_take_what_was_predicted(whole):
+    """But for the rotary tables, 64 bytes, which no prediction has."""
+    found = {event["moment"]: event for event in events(whole, "phase")}
+    assert list(found) == ["load", "eval", "save"]
+    for event in found.values():
+        predicted, measured = sum(event["predicted"].values()), sum(event["measured"].values())
+        assert measured - predicted == 32, event["moment"]
+    assert "weights loaded" in (whole / "report.md").read_text()
+
+
 def test_all_techniques_are_verified(whole):
     assert all(technique["verified"] for technique in events(whole, "build")[-1]["techniques"])
 
@@ -383,6 +393,8 @@ def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(finefit, quantised, t
     shutil.rmtree(folder / "checkpoints" / "step-000006")
     finefit("resume", folder)
     assert losses(folder) == losses(quantised)
+    resumed = [event for event in events(folder, "phase") if event["moment"] == "resume"]
+    assert [sum(event["measured"].values()) - sum(event["predicted"].values()) for event in resumed] == [32]
     adapters = [(run / "adapter_model.safetensors").read_bytes() for run in (folder, quantised)]
     assert adapters[0] == adapters[1]
 

@@ -40,7 +40,19 @@ def test_every_event_of_the_table_can_be_written_and_read(tmp_path: Path) -> Non
     with EventLog(tmp_path / "e.jsonl") as log:
         written = [log.write(event, **dict.fromkeys(fields, 1)) for event, fields in FIELDS.items()]
     assert written == list(read(tmp_path / "e.jsonl"))
-    assert list(FIELDS) == ["plan", "build", "step", "memory", "eval", "save", "out_of_memory", "replan", "warn", "end"]
+    assert list(FIELDS) == [
+        "plan",
+        "build",
+        "step",
+        "memory",
+        "eval",
+        "save",
+        "phase",
+        "out_of_memory",
+        "replan",
+        "warn",
+        "end",
+    ]
 
 
 def test_floats_without_a_json_word_are_strings(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from finefit import footprint
 from finefit.errors import CheckpointError
 from finefit.events import EventLog
-from finefit.report import loss_curve, memory_bars, summarize, summarize_run, to_markdown, to_text, write_report
+from finefit.report import loss_curve, memory_bars, summarize, summarize_run, tables, to_markdown, to_text, write_report
 from finefit.report.palette import COLOURS, LABELS, MOMENTS
 from finefit.report.summary import Point, Sample
 from finefit.report.svg import ticks
@@ -139,7 +139,7 @@ The budget was 512 MiB.
 | reserved beside it | 40 MiB | – | – |
 | needed on the device | 340 MiB | – | – |
 
-| moment of the step | predicted | measured | difference |
+| moment of the run | predicted | measured | difference |
 | --- | ---: | ---: | ---: |
 | weights loaded | 200 MiB | 200 MiB | 0.0 % |
 | peak of backward (peak, predicted and measured) | 300 MiB | 310 MiB | -3.2 % |
@@ -361,3 +361,35 @@ def test_small_things() -> None:
     assert ticks(0, 1) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert ticks(3, 47) == [10, 20, 30, 40]
     assert ticks(5, 5) == [5]
+
+
+def phase(moment: str, measured: int, host_bytes: int, predicted_host: dict[str, int]) -> dict[str, Any]:
+    parts = {"parameter": measured}
+    return event("phase", moment=moment, step=0, measured=parts, predicted={"parameter": 400 * MIB},
+                 host_bytes=host_bytes, predicted_host=predicted_host)  # fmt: skip
+
+
+def test_phases_beside_the_step_are_told_on_device_and_host() -> None:
+    told = [phase("eval", 250 * MIB, 600 * MIB, {"program": 500 * MIB}),
+            phase("load", 210 * MIB, 900 * MIB, {"program": 500 * MIB, "mapped": 300 * MIB})]  # fmt: skip
+    summary = summarize([*whole_run()[:-1], *told, end()])
+    assert summary.measured is not None and summary.measured["peak_moment"] == "backward_peak"
+    assert tables.beside(summary) == [
+        ("weights loaded", "400 MiB", "210 MiB", "800 MiB", "900 MiB"),
+        ("evaluation", "400 MiB", "250 MiB", "500 MiB", "600 MiB"),
+    ]
+    assert tables.hosts(summary)[0] == ("weights loaded", "800 MiB", "300 MiB", "900 MiB", "-11.1 %")
+    assert "evaluation          400 MiB   250 MiB         500 MiB   600 MiB" in to_text(summary, "runs/x")
+    assert "| evaluation | 500 MiB | – | 600 MiB | -16.7 % |" in to_markdown(summary, "runs/x")
+
+
+def test_a_phase_above_the_step_is_the_peak() -> None:
+    summary = summarize([*whole_run(), phase("eval", 350 * MIB, 1, {})])
+    assert summary.measured is not None and summary.predicted is not None
+    assert (summary.measured["peak_moment"], summary.measured["peak_bytes"]) == ("eval", 350 * MIB)
+    assert (summary.predicted["peak_moment"], summary.predicted["peak_bytes"]) == ("eval", 400 * MIB)
+
+
+def test_a_log_of_an_older_version_has_no_phases() -> None:
+    summary = summarize(whole_run())
+    assert (summary.hosts, tables.beside(summary), tables.hosts(summary)) == ((), [], [])

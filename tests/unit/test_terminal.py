@@ -341,3 +341,31 @@ def test_ctrl_c_gives_the_terminal_back() -> None:
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
     assert b"\x1b[?1049h" not in shown
     assert b"a library says this" in shown
+
+
+def test_plan_view_tells_each_phase_on_device_and_host() -> None:
+    moments = {"load": {"parameter": 200 * MIB}, "loss": {"parameter": 250 * MIB},
+               **PLAN["predicted"]["moments"], "eval": {"parameter": 210 * MIB}}  # fmt: skip
+    host = {"load": {"program": 50 * MIB, "mapped": 70 * MIB}, "loss": {"program": 60 * MIB},
+            "backward_peak": {"program": 61 * MIB}, "eval": {"program": 62 * MIB}}  # fmt: skip
+    predicted = {**PLAN["predicted"], "moments": moments, "host": host}
+    notes = ["predicted: so and so", "warning: load needs 120 MiB of the host's memory, which is 100 MiB"]
+    shown = plain_text(plan_renderable({**PLAN, "predicted": predicted, "notes": notes}, 100))
+    expected = """\
+phase            device    host  and of files
+weights loaded  300 MiB  50 MiB        70 MiB
+step            400 MiB  61 MiB
+evaluation      310 MiB  62 MiB
+warning: load needs 120 MiB of the host's memory, which is 100 MiB
+"""
+    assert expected in shown
+
+
+def test_a_phase_is_a_line_and_not_among_the_last_of_the_live_view() -> None:
+    told = event("phase", moment="load", step=0, measured={"parameter": MIB}, predicted={"parameter": 2 * MIB},
+                 host_bytes=3 * MIB, predicted_host={})  # fmt: skip
+    (line,) = PlainLines(10.0)(told)
+    assert line.endswith('event=phase step=0 moment=load measured="1 MiB" predicted="2 MiB" host="3 MiB"')
+    state = RunState()
+    state.apply(told)
+    assert list(state.last) == []

@@ -136,7 +136,9 @@ def summarize(events: Iterable[Event]) -> Summary:
         sample_before=_sample(samples[0]) if samples else None,
         sample_after=_sample(samples[-1]) if len(samples) > 1 else None,
         predicted=_with_phases(predicted, {name: one["predicted"] for name, one in phases.items()}),
-        measured=_with_phases(memory["measured"] if memory else None, {name: one["measured"] for name, one in phases.items()}),
+        measured=_with_phases(
+            memory["measured"] if memory else None, {name: one["measured"] for name, one in phases.items()}
+        ),
         hosts=tuple((name, one["predicted_host"], int(one["host_bytes"])) for name, one in phases.items()),
         measured_at_step=int(memory["step"]) if memory else None,
         tokens=sum(int(step["tokens"]) for step in steps),
@@ -162,7 +164,12 @@ def _with_phases(
     peak = max(sums, key=lambda name: sums[name])
     if sums[peak] <= int(footprint["peak_bytes"]):
         peak = str(footprint["peak_moment"])
-    return {**footprint, "moments": moments, "peak_moment": peak, "peak_bytes": max(sums[peak], int(footprint["peak_bytes"]))}
+    return {
+        **footprint,
+        "moments": moments,
+        "peak_moment": peak,
+        "peak_bytes": max(sums[peak], int(footprint["peak_bytes"])),
+    }
 
 
 def _last(by_name: Mapping[str, list[Event]], name: str) -> Event:

@@ -93,14 +93,28 @@ def moments(summary: Summary) -> Rows:
 
 def hosts(summary: Summary) -> Rows:
     """(moment, predicted, of it files, resident, difference) of the host's memory beside the steps."""
-    order = list(MOMENTS)
     rows: Rows = []
-    for moment, parts, resident in sorted(summary.hosts, key=lambda one: order.index(one[0]) if one[0] in order else 0):
-        whole = sum(map(int, parts.values())) or None
-        predicted, measured, difference = compared(whole, resident)
+    for moment, parts, resident in _hosts(summary):
+        predicted, measured, difference = compared(sum(map(int, parts.values())) or None, resident)
         files = format_bytes(parts["mapped"]) if parts.get("mapped") else UNKNOWN
-        rows.append((MOMENTS.get(moment, moment), predicted, files, measured, difference))
+        rows.append((MOMENTS[moment], predicted, files, measured, difference))
     return rows
+
+
+def beside(summary: Summary) -> Rows:
+    """(moment, predicted, measured, predicted, measured): device and host in what a run does beside its steps."""
+    rows: Rows = []
+    for moment, parts, resident in _hosts(summary):
+        device = [moment_bytes(one, moment) if one else None for one in (summary.predicted, summary.measured)]
+        host = compared(sum(map(int, parts.values())) or None, resident)
+        rows.append((MOMENTS[moment], *compared(device[0], device[1])[:2], *host[:2]))
+    return rows
+
+
+def _hosts(summary: Summary) -> list[tuple[str, Mapping[str, int], int]]:
+    """Those of known moments, in the order of a run."""
+    found = {moment: (moment, parts, resident) for moment, parts, resident in summary.hosts}
+    return [found[moment] for moment in MOMENTS if moment in found]
 
 
 def sparse(points: Sequence[Point], most: int = 12) -> list[Point]:

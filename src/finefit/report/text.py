@@ -16,10 +16,8 @@ def to_text(summary: Summary, folder: str) -> str:
         parts += ["", *_aligned([("loss", "before", "after", "change"), *rows])]
     if rows := tables.components(summary):
         parts += ["", *_aligned([("memory at the peak", "predicted", "measured", "difference"), *rows])]
-    if rows := tables.moments(summary):
-        parts += ["", *_aligned([("moment of the run", "predicted", "measured", "difference"), *rows])]
-    if rows := tables.hosts(summary):
-        parts += ["", *_aligned([("host's memory", "predicted", "of it mapped files", "measured", "difference"), *rows])]
+    if rows := tables.beside(summary):
+        parts += ["", *_aligned([("beside the steps", "predicted", "measured", "host predicted", "measured"), *rows])]
     shown = summary.sample_after or summary.sample_before
     if shown is not None:
         parts += ["", "held-out example:", *_indented(shown.prompt), "", "its own answer:", *_indented(shown.reference)]

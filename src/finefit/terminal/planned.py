@@ -102,7 +102,9 @@ def _phases(predicted: Mapping[str, Any]) -> RenderableType:
         device = (moment_bytes(predicted, moment) or 0) + int(predicted.get("reserved_bytes", 0))
         host = {component: int(n) for component, n in predicted["host"].get(moment, {}).items()}
         mapped = host.pop("mapped", 0)
-        table.add_row(phase, format_bytes(device), format_bytes(sum(host.values())), format_bytes(mapped) if mapped else "")
+        table.add_row(
+            phase, format_bytes(device), format_bytes(sum(host.values())), format_bytes(mapped) if mapped else ""
+        )
     return table
 
 
