@@ -4,7 +4,8 @@ A shallow model of the family (three blocks: first, any, last) is built with siz
 by the real techniques and stepped under fake tensors while the ledger watches. Every allocation's shape is read back as
 symbols, so one trace holds for every model of the family, every length and every depth: the middle block's sections
 are repeated. What is kept of a section is its end and the landmarks inside it that no other landmark dominates.
-A second trace at other sizes must equal the polynomials to the byte (``check``).
+A second trace at other sizes must equal the polynomials to the byte (``check``). An evaluation is traced in the same
+way, of forward and loss alone.
 
 Declines models whose blocks differ (they are traced at the real config), and what kernels hold inside one operator.
 """

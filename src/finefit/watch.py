@@ -83,6 +83,7 @@ def _own(ledger: Ledger, run: Run, inputs: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _on_cuda(run: Run, inputs: Sequence[Tensor], seen: Seen) -> Iterator[None]:
+    torch.cuda.init()  # the counters are there from then on, and a run's first phase is its first use of the device
     torch.cuda.reset_peak_memory_stats(run.device)
     yield
     held = {component: _bytes(tensors) for component, tensors in _held(run, inputs).items()}

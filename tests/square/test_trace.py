@@ -158,20 +158,37 @@ def test_every_later_micro_batch_has_its_own_variant(found):
     assert {None} == {s["again"] for s in found if s["name"] == "optimizer"}
 
 
+@pytest.mark.parametrize("family", sorted(path.stem for path in coefficients.SHIPPED.glob("*.json")))
+def test_every_shipped_graph_has_its_evaluation(family):
+    known = coefficients._shipped(family).keys()
+    graphs = {key.removesuffix(" plain") for key in known if key.endswith(" plain")}
+    assert {key for graph in graphs for key in coefficients.kinds_of(graph)} == set(known)
+
+
+def test_an_evaluation_leaves_nothing_behind():
+    """Whatever its blocks and outer sections add, they free: beside the loss, a scalar."""
+    sizes = trace.MARKERS
+    sections = trace.variants(
+        trace.sections(trace.of_key("llama", "bf16 lora fused_ops fused_loss eval", sizes), sizes)
+    )
+    left = {}
+    for section in sections:
+        for poly in section["end"].values():
+            left = plus(left, poly)
+    assert left == {}
+    assert {None} == {section["again"] for section in sections}
+
+
 def test_blocks_in_the_middle_are_alike(found):
     """What the walk repeats for every depth must not differ from the last block's forward."""
     ends = {s["name"]: s["end"] for s in found if s["again"] is False}
     assert ends["forward 1"] == ends["forward 2"]
 
 
-SHIPPED = coefficients.SHIPPED / "llama.json"
-
-
-@pytest.mark.parametrize("last", ["plain", "checkpointed"])
+@pytest.mark.parametrize("last", ["plain", "checkpointed", "eval"])
 def test_shipped_coefficients_are_what_a_trace_gives(last):
-    if not SHIPPED.is_file():
-        pytest.skip("no coefficients are shipped yet")
-    shipped = json.loads(SHIPPED.read_text())
+    folder = coefficients.EVALUATIONS if last == "eval" else coefficients.SHIPPED
+    shipped = json.loads((folder / "llama.json").read_text())
     key = next(key for key in shipped["graphs"] if key.startswith("bf16 lora") and key.endswith(last))
     assert shipped["graphs"][key] == json.loads(json.dumps(trace.graph("llama", key)))
 
