@@ -109,7 +109,7 @@ def _tensors(stored: Any, facts: Facts, path: Path) -> Iterator[tuple[str, Tenso
             values = _unpermuted(values, rows_of[found["part"]])
         prefix = f"model.layers.{found['block']}." if found["block"] else ""
         name = f"{prefix}{known[found['part']]}.{found['kind']}"
-        yield name, torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+        yield name, torch.tensor(values).to(torch.bfloat16)
 
 
 def _unpermuted(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
