@@ -116,7 +116,9 @@ class Divided:
             whole = self.depth + (of_block and not backward)  # what is gathered is copied out
         else:
             whole = min(2, self.depth) * of_block
-        follows = of_block and backward and name != "backward 2"  # nothing is reduced before the last block, which is first
+        follows = (
+            of_block and backward and name != "backward 2"
+        )  # nothing is reduced before the last block, which is first
         return self.outer + whole * self.block + self.reduced * follows
 
 

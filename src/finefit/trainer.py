@@ -13,6 +13,7 @@ import torch
 
 from . import adapter, checkpoint, evaluate, loop, models, phases, watch
 from .build import Optimizing, load, optimizer_of, rewritten
+from .candidates import rewrite
 from .config import Config
 from .data.order import spaced
 from .errors import DataError, Diverged, OutOfMemory
@@ -24,7 +25,6 @@ from .predict import footprint
 from .rehearse import rehearse
 from .report import write_report
 from .run import Example, MicroBatch, Run, trainable
-from .search import rewrite
 from .session import LEARNING_RATE, Job
 from .spec import ModelSpec
 from .units import format_bytes
