@@ -59,6 +59,10 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         **_numbers(record, full), **_optimizer(record), **_graph(record),
         "spread": _spread(record), "clipped": True,
     }  # fmt: skip
+    if record["group"] == "torchtitan":
+        settings["segments"] = "expandable"  # its run_llama_train.sh
+    if "colossalai" in str(_degrees(record).get("impl")):
+        settings["load"] = "whole"  # the paper's dp_real.py and tp_real.py: from_pretrained(…).to("cuda"), in fp32
     if not full and not adapter:
         settings |= _adapters(record, config)
     spread = settings["spread"]
@@ -164,7 +168,8 @@ def _adapters(record: Record, config: Mapping[str, Any]) -> dict[str, Any]:
     else:  # by the name of the model's own code, and by that of the family that stands for it
         names = tuple(dict.fromkeys(part for t in targets for part in (t, *FUSED_C_ATTN.get(t, ()))))
     dropout = re.search(r"dropout (0?\.\d+)", _text(record))
-    beside = "embedding and output layer are trained" in _text(record) or "embeddings" in str(targets)
+    words = "embedding and output layer are trained|training embeddings too"
+    beside = re.search(words, _text(record)) or "embeddings" in str(targets)
     whole = ("lm_head", "embed_tokens") if beside else ()
     return {
         "rank": record["lora_rank"] or 8, "targets": names, "lora_dropout": float(dropout[1]) if dropout else DROPOUTS.get(_group(record), 0.0),
@@ -196,7 +201,7 @@ def _habits(record: Record, engine: str) -> dict[str, Any]:
     tool = TOOLS.get(record["group"], record["group"])
     if tool == "torchtitan":  # its config_manager.py reduces in fp32; parallelize_llama.py keeps the last block
         pipeline = _degrees(record).get("pp") or 1
-        fused = re.search(r"async(hronous)? TP", _text(record))
+        fused = "405b" in record["id"] or re.search(r"async(hronous)? TP", _text(record))
         held = {"reduce_dtype": "float32", "stays": "last", "gathers": "symmetric" if fused else "allocated"}
         if pipeline == 1:
             return held
@@ -204,6 +209,8 @@ def _habits(record: Record, engine: str) -> dict[str, Any]:
         schedule = "interleaved" if "interleaved" in _text(record) else "1f1b"
         return held | {"stays": "all", "reduces": "last", "micro_batches": pipeline, "schedule": schedule,
                        "stages_a_rank": 2 if schedule == "interleaved" else 1}  # fmt: skip
-    if not engine.startswith("fsdp") or tool in ("torchtune", "llm-foundry"):
+    if "gemini" in str(_degrees(record).get("impl")):  # gemini_ddp.py: chunks are let go when all of forward is through
+        return {"stays": "all"}
+    if not engine.startswith("fsdp") or tool in ("torchtune", "llm-foundry") or "ep" in _degrees(record):
         return {}
     return {"reduces": "last", "units": "mixed" if tool == "litgpt" else "apart"}

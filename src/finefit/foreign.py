@@ -33,7 +33,7 @@ class Spread:
     """FSDP 1: frozen and trained weights have units of their own, or share the flat parameter of a block, whose
     gradient is of all of it (``use_orig_params`` without a policy for adapters)."""
     stays: Literal["", "last", "all"] = ""
-    """FSDP 2: the blocks that are not let go between their forward and their backward."""
+    """The blocks that are not let go between their forward and their backward."""
     micro_batches: int = 1
     """A pipeline's, each of ``micro_batch_size`` rows."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
@@ -131,6 +131,10 @@ class ForeignRun:
     compiled: bool = False
     use_cache: bool = False
 
+    load: Literal["", "whole", "units", "tensors", "shards"] = ""
+    """How weights come to the device (``loading``); empty: as the tool does it."""
+    segments: Literal["classic", "expandable"] = "classic"
+    """The caching allocator's, by the tool's own launcher or environment."""
     activations_on_host: bool = False
     optimizer_on_host: bool = False
     parameters_on_host: bool = False

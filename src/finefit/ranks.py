@@ -36,7 +36,43 @@ def of_rank(stream: Stream, run: ForeignRun, buckets: Buckets | None = None) -> 
 
 
 @dataclass
-class Units(Rank):
+class Gathering(Rank):
+    """FSDP 2's whole parameters: gathered, copied out, let go."""
+
+    def unshard(self, unit: int) -> None:
+        """Gather it if that was not done ahead, copy it out."""
+        if self.stage != 3 or f"unit {unit}" in self.open:
+            return
+        before = [name for name in self.open if name.startswith("gathered") and name != f"gathered {unit}"]
+        self._gathered(unit)
+        for name in before:
+            self.release(name)
+        self.hold(f"unit {unit}", self.unit_bytes.get(unit, 0))
+        if self.new.sections[-1].startswith("backward"):
+            self.release(f"gathered {unit}")
+
+    def _gathered(self, unit: int) -> None:
+        n_bytes = self.unit_bytes.get(unit, 0)
+        if f"gathered {unit}" in self.open or not n_bytes:
+            return
+        if self.stored != 1.0:  # shards in the type that is gathered
+            self.hold("cast", n_bytes // self.ranks, GATHER)
+        self.hold(f"gathered {unit}", n_bytes, GATHER)
+        self.release("cast")
+
+    def ready(self, unit: int) -> None:
+        """Gather the unit whose backward comes next."""
+        if unit >= 0 and self.stage == 3 and f"unit {unit}" not in self.open:
+            self._gathered(unit)
+
+    def resharded(self, unit: int) -> None:
+        stays = self.run.spread.stays
+        if unit >= 0 and stays != "all" and not (unit == self.depth - 1 and stays == "last"):
+            self.release(f"unit {unit}")
+
+
+@dataclass
+class Units(Gathering):
     """FSDP 2, and what it shares with FSDP 1."""
 
     grads: dict[int, list[int]] = field(default_factory=dict)
@@ -93,39 +129,6 @@ class Units(Rank):
             self.micro = -1
             self.grads.clear()
             self.used.clear()
-
-    # Whole parameters
-
-    def unshard(self, unit: int) -> None:
-        """Gather it if that was not done ahead, copy it out."""
-        if self.stage != 3 or f"unit {unit}" in self.open:
-            return
-        before = [name for name in self.open if name.startswith("gathered") and name != f"gathered {unit}"]
-        self._gathered(unit)
-        for name in before:
-            self.release(name)
-        self.hold(f"unit {unit}", self.unit_bytes.get(unit, 0))
-        if self.new.sections[-1].startswith("backward"):
-            self.release(f"gathered {unit}")
-
-    def _gathered(self, unit: int) -> None:
-        n_bytes = self.unit_bytes.get(unit, 0)
-        if f"gathered {unit}" in self.open or not n_bytes:
-            return
-        if self.stored != 1.0:  # shards in the type that is gathered
-            self.hold("cast", n_bytes // self.ranks, GATHER)
-        self.hold(f"gathered {unit}", n_bytes, GATHER)
-        self.release("cast")
-
-    def ready(self, unit: int) -> None:
-        """Gather the unit whose backward comes next."""
-        if unit >= 0 and self.stage == 3 and f"unit {unit}" not in self.open:
-            self._gathered(unit)
-
-    def resharded(self, unit: int) -> None:
-        stays = self.run.spread.stays
-        if unit >= 0 and stays != "all" and not (unit == self.depth - 1 and stays == "last"):
-            self.release(f"unit {unit}")
 
     # Whole gradients
 

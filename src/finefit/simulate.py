@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .allocator import replay, smallest_capacity
+from .allocator import Event, Kind, replay, smallest_capacity
 from .build import Optimizing, rewritten
 from .build import optimizer_of as own_optimizer
 from .catalog.configs import depth_key
 from .foreign import Dtype, ForeignRun, Spread
 from .layout import Micro
 from .ledger import Ledger
+from .loading import loaded
 from .meshes import mesh_of
 from .models import fill_empty
 from .nn.attend import standing_for
@@ -284,14 +285,14 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     return {"moments": moments, "live_bytes": live, **readings, "seconds": time.perf_counter() - start}
 
 
-def readings_of(stream: Stream, workspace_bytes: int) -> dict[str, int]:
+def readings_of(stream: Stream, workspace_bytes: int, segments: Kind = "classic") -> dict[str, int]:
     """What the caching allocator counts: tensors rounded, what it holds, and the least it goes through with."""
     workspaces = [(-1 - i, workspace_bytes, 0) for i in range(2 * (workspace_bytes > 0))]  # of two threads
-    events = [*workspaces, *stream.allocations()]
-    classic = replay(events)
+    events: list[Event] = [*workspaces, *stream.allocations()]
+    free = replay(events, None, segments)
     return {
-        "allocated_bytes": classic.allocated_bytes, "reserved_bytes": classic.reserved_bytes,
-        "capacity_bytes": smallest_capacity(events),
+        "allocated_bytes": free.allocated_bytes, "reserved_bytes": free.reserved_bytes,
+        "capacity_bytes": smallest_capacity(events, segments),
     }  # fmt: skip
 
 
@@ -304,10 +305,14 @@ def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, w
     stream = max(found, key=lambda part: replay(part.allocations()).allocated_bytes)
     if run.longest_first:
         stream = stream.until("optimizer")
-    moments = stream.moments("start" if run.longest_first else STEADY)
+    load = loaded(simulated, stream, run)
+    moments = {"load": load, **stream.moments("start" if run.longest_first else STEADY)}
+    readings = {
+        name: max(n, sum(load.values())) for name, n in readings_of(stream, workspace_bytes, run.segments).items()
+    }
     return {
-        "moments": moments, "live_bytes": max(sum(parts.values()) for parts in moments.values()),
-        **readings_of(stream, workspace_bytes), "seconds": time.perf_counter() - start,
+        "moments": moments, "live_bytes": max(sum(parts.values()) for parts in moments.values()), **readings,
+        "seconds": time.perf_counter() - start,
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def sliced(stream: Stream, run: ForeignRun) -> Stream:
     if run.spread.gathers == "symmetric":
         return sliced
     tokens = run.micro_batch_size * (run.max_length // ranks)
-    width = max((e.shape[-1] for e in _outside(stream) if len(e.shape) > 1), default=0)
+    width = max((stream.entries[i].shape[-1] for i in _tables(stream)), default=0)
     share = tokens * width * BYTES[run.compute_dtype]
     return _gathered(sliced, run, share * ranks, share)
 
@@ -43,9 +43,10 @@ def _slice(entry: Entry, ranks: int) -> Entry:
     return replace(entry, n_bytes=-(-entry.n_bytes // ranks), shape=(rows, *entry.shape[1:]) if rows else ())
 
 
-def _outside(stream: Stream) -> list[Entry]:
-    """Parameters outside the blocks."""
-    return [e for e in stream.entries if e.owner == "parameter" and block_of(stream.sections[e.section]) is None]
+def _tables(stream: Stream) -> list[int]:
+    """Entries of the matrices outside the blocks: embedding first, head last."""
+    found = [i for i, e in enumerate(stream.entries) if e.owner == "parameter" and len(e.shape) > 1]
+    return [i for i in found if block_of(stream.sections[stream.entries[i].section]) is None]
 
 
 def _gathered(stream: Stream, run: ForeignRun, whole: int, share: int) -> Stream:
@@ -57,9 +58,9 @@ def _gathered(stream: Stream, run: ForeignRun, whole: int, share: int) -> Stream
         out.opened(name)
         block, forward = block_of(name), name.startswith("forward")
         inside = block is not None and (forward or name.startswith("backward"))
-        if inside and block not in saved:
+        if block is not None and inside and block not in saved:
             kept = "activation" if run.checkpointing == "none" else "temporary"
-            saved[block or 0] = [out.born(replace(_temporary(whole - share), owner=kept)) for _ in range(2)]
+            saved[block] = [out.born(replace(_temporary(whole - share), owner=kept)) for _ in range(2)]
         if name == "loss":
             saved[_HEAD] = [out.born(_temporary(whole - share))]
         for i, sign in events:
@@ -101,29 +102,24 @@ def stages(stream: Stream, run: ForeignRun) -> list[Stream]:
     spread = run.spread
     if spread.pipeline == 1 or spread.engine == "naive":
         return [stream]
-    tables = [i for i, e in enumerate(stream.entries) if e.owner == "parameter" and e in _outside(stream)]
-    tables = [i for i in tables if len(stream.entries[i].shape) > 1]
-    embedding, head = (tables[0], tables[-1]) if len(tables) > 1 else (-1, -1)
-    first = _without(stream, ("loss", "backward start"), head)
-    return [_held(first, spread.in_flight), _without(stream, (), embedding)]
+    tables = _tables(stream)
+    embedding, head = (tables[0], tables[-1]) if len(tables) > 1 else (-1, -1)  # a tied one is on both
+    outside = {i for i, e in enumerate(stream.entries) if stream.sections[e.section] in ("loss", "backward start")}
+    first = _copied(stream, outside | {head})
+    return [_held(first, spread.in_flight), _copied(stream, {embedding} | _gradients(stream, embedding))]
 
 
-def _without(stream: Stream, sections: tuple[str, ...], table: int) -> Stream:
-    """Leave out what is born in these sections, and one table with its gradients."""
-    shape = stream.entries[table].shape if table >= 0 else None
-    gone = {i for i, e in enumerate(stream.entries) if stream.sections[e.section] in sections} | {table}
-    if not sections and shape:  # the embedding's gradient is the last one of its shape in a step
-        gone |= set(_last_gradients(stream, shape))
-    return _copied(stream, gone)
-
-
-def _last_gradients(stream: Stream, shape: tuple[int, ...]) -> Iterator[int]:
+def _gradients(stream: Stream, embedding: int) -> set[int]:
+    """The embedding's: of its shape, and born after a block's backward; the head's come before."""
+    if embedding < 0:
+        return set()
+    shape = stream.entries[embedding].shape
     found = [i for i, e in enumerate(stream.entries) if e.owner == "gradient" and e.shape == shape]
-    yield from (i for i in found if stream.sections[stream.entries[i].section].startswith("backward ") and
-                block_of(stream.sections[stream.entries[i].section]) is not None)  # fmt: skip
+    return {i for i in found if block_of(stream.sections[stream.entries[i].section]) is not None}
 
 
 def _copied(stream: Stream, gone: set[int]) -> Stream:
+    """The stream without some entries."""
     out, at = Stream(sections=[], section_start=[]), dict[int, int]()
     for name, events in stream.by_section():
         out.opened(name)

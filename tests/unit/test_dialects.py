@@ -308,7 +308,7 @@ def test_axolotl_mesh(tmp_path: Path) -> None:
     assert {
         "tool": "axolotl", "model": "m", "micro_batch_size": 1, "max_length": 512, "autocast": True, "foreach": False,
         "checkpointing": "full", "attention": "flash",
-        "spread": Spread(data=4, tensor=2, context=2, shard_stage=3, shards=4, engine="fsdp2"),
+        "spread": Spread(data=4, tensor=2, context=2, shard_stage=3, shards=4, engine="fsdp2", reduces="last"),
     } == said(found.run)  # fmt: skip
     assert 16 == found.run.spread.devices
 
@@ -408,7 +408,7 @@ def test_trl_launch_and_packing_without_flash(tmp_path: Path) -> None:
 
 def test_trl_fsdp_of_the_trainer(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nfsdp: shard_grad_op auto_wrap\nfsdp_config: {fsdp_version: 1}\n"
-    assert Spread(data=2, shard_stage=2, shards=2, engine="fsdp1") == foreign(tmp_path, text).run.spread
+    assert Spread(data=2, shard_stage=2, shards=2, engine="fsdp1", reduces="last") == foreign(tmp_path, text).run.spread
 
 
 def test_trl_refuses_other_trainers(tmp_path: Path) -> None:

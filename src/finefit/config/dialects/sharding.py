@@ -33,6 +33,7 @@ class Sharding:
     bf16: bool = False
     """DeepSpeed's own file switches bf16 on."""
     tensor: int = 1
+    reduces: Literal["each", "last"] = "each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def fsdp(sheet: Sheet, flags: str, options: str, version: int = 1) -> Sharding:
     return Sharding(
         "fsdp2" if str(number) == "2" else "fsdp1", stage, offloads, offloads,
         checkpointing=bool(told.get("activation_checkpointing")),
+        reduces="last",  # accelerate's accumulation enters no_sync, unless sync_each_batch is asked for
     )  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def spread(sheet: Sheet, how: Sharding, devices: int | None, degrees: Degrees | 
     engine: Engine = how.engine or ("ddp" if world > 1 else "")
     return Spread(
         data=world // inner, tensor=fixed.tensor, context=fixed.context, shard_stage=how.stage,
-        shards=max(min(shards, across), 1), engine=engine,
+        shards=max(min(shards, across), 1), engine=engine, reduces=how.reduces,
     )  # fmt: skip
 
 
