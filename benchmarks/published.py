@@ -8,10 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from published_adapters import adapter_of
+
 from finefit.foreign import ForeignRun, Spread
 
 Record = Mapping[str, Any]
-TOOLS = {"litgpt": "litgpt", "torchtune": "torchtune", "torchtitan": "torchtitan"}
+TOOLS = {"litgpt": "litgpt", "torchtune": "torchtune", "torchtitan": "torchtitan",
+         "peft-bench": "loop"}  # method_comparison/MetaMathQA/run.py holds its outputs, and the model's cache is on  # fmt: skip
+OWN_CODE = ("litgpt", "torchtune", "torchtitan")
 WORDS = {"llm-foundry": "composer"}  # tools whose model code transformers' stands for
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTISED = {"nf4": "nf4", "fp4": "nf4", "nf4-double-quant": "nf4_double", "int8": "int8", "gptq-int4": "gptq4",
@@ -21,9 +25,7 @@ INSIDE = ("fms-gran", "fms-moe", "qwen", "swift-lora", "swift-full", "lf-", "pef
           "lowrank", "lomo", "ds-", "oom-alpaca", "oom-cookbook")  # fmt: skip
 APART = ("fms-ref",)
 DROPOUTS = {"litgpt": 0.05, "torchtune": 0.0, "peft-docs": 0.1}  # lit-gpt's finetune/lora.py and its config_hub
-UNEXPRESSED = ("adalora", "c3a", "fourierft", "gralora", "lily", "loha", "oft", "prefix_tuning", "prompt_tuning",
-               "p_tuning", "pvera", "randlora", "tinylora", "unilora", "waveft", "lisa", "llamapro", "badam", "component",
-               "glora")  # fmt: skip
+UNEXPRESSED = ("lisa", "llamapro", "badam", "component")
 # Whole models by another update: in a low-rank space, or in backward. Rank 128 is GaLore's own and transformers' default,
 # 1024 of the projects' scripts/single_gpu/llama_7b*.sh.
 LOW_RANK = {"galore": 128, "q-galore": 128, "apollo-mini": 1}
@@ -40,6 +42,7 @@ class Refused(Exception):
 def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     """The run a record describes; ``Refused`` with a reason where that is not possible."""
     method = record["method"]
+    adapter_config = adapter_of(record["id"])
     if method in UNEXPRESSED and _group(record) != "litgpt":
         raise Refused(f"method {method} has no stand-in")
     if record.get("arch") not in (None, "decoder", "decoder-moe"):
@@ -49,11 +52,11 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     tables = _group(record) == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
     adapter = method in ("adapter", "adapter_v2")
     settings: dict[str, Any] = {
-        "tool": "lit_gpt" if tables else TOOLS.get(_group(record)) or WORDS.get(record["group"], "transformers"), "model": record["model"],
+        "tool": "lit_gpt" if tables else TOOLS.get(_group(record)) or WORDS.get(record["group"], "transformers"),
+        "use_cache": _group(record) == "peft-bench", "model": record["model"],
         "method": method if adapter else "full" if full else "lora", "longest_first": tables,
         "micro_batch_size": _assumed(record, "micro_batch", 4 if tables else 1, notes),  # lit-gpt's finetune/*.py of 2023
-        # Tools' own default where a verdict leaves it open; the padded length of short instructions for a figure.
-        "max_length": _assumed(record, "seq_len", 2048 if record["scope"] == "verdict" else 512, notes) // max(_degrees(record).get("cp", 1), 1),
+        "max_length": _assumed(record, "seq_len", _usual_length(record), notes) // max(_degrees(record).get("cp", 1), 1),
         "accumulation": record["grad_accum"] or 1,
         "packed": bool(record["packing"]) or _group(record) in ("torchtune", "torchtitan"),
         **_numbers(record, full), **_optimizer(record), **_graph(record),
@@ -63,7 +66,9 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         settings["segments"] = "expandable"  # its run_llama_train.sh
     if "colossalai" in str(_degrees(record).get("impl")):
         settings["load"] = "whole"  # the paper's dp_real.py and tp_real.py: from_pretrained(…).to("cuda"), in fp32
-    if not full and not adapter:
+    if adapter_config:
+        settings |= {"adapter": adapter_config}
+    elif not full and not adapter:
         settings |= _adapters(record, config)
     spread = settings["spread"]
     if spread.micro_batches > 1:
@@ -82,6 +87,13 @@ def _assumed(record: Record, key: str, value: int, notes: list[str]) -> int:
         notes.append(f"{key} is not stated: {value} is assumed")
         return value
     return int(record[key])
+
+
+def _usual_length(record: Record) -> int:
+    """Where none is stated: the cut of rows whose longest makes the figure (peft's MetaMathQA/data.py keeps rows up to the
+    characters that reach it), else the tools' own default for a verdict and short instructions for a figure."""
+    cut = re.search(r"cap (\d+) tokens", _text(record))
+    return int(cut[1]) if cut else 2048 if record["scope"] == "verdict" else 512
 
 
 def _degrees(record: Record) -> dict[str, Any]:
@@ -103,7 +115,7 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
     if _group(record) == "fms-acceleration" and quantised == "nf4":
         quantised = "nf4_double"  # its framework_plugin_bnb.py and TRL's own baseline set double quantisation
     bits, note = record["optimizer_bits"], _text(record)
-    own_code = _group(record) in TOOLS
+    own_code, early = _group(record) in OWN_CODE, record["id"].startswith("hf4bit")  # of May 2023
     if full:
         trained = DTYPES.get(weight, compute)
         if bits == 32:
@@ -121,8 +133,9 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
     return {
         "frozen_dtype": DTYPES.get(weight, compute), "trained_dtype": trained, "compute_dtype": compute,
         "autocast": autocast, "quantised": quantised,
-        # TRL leaves the preparation out when the packed base is sharded.
-        "raised": "norms" if "upcasts norms" in note and _degrees(record).get("zero", 0) != 3 else "",
+        # TRL leaves the preparation out when the packed base is sharded; peft's own raises all (Hugging Face's notebooks).
+        "raised": "all" if early else "norms" if "upcasts norms" in note and _degrees(record).get("zero", 0) != 3 else "",
+        "inputs_kept": early,
     }  # fmt: skip
 
 
@@ -153,7 +166,7 @@ def _graph(record: Record) -> dict[str, Any]:
     foundry = record["group"] == "llm-foundry"
     loss = "kernel" if foundry else loss  # modeling_mpt.py: fused_crossentropy by default; its yamls: not reentrant
     return {
-        "checkpointing": record["checkpointing"] or "full", "reentrant": _group(record) not in TOOLS and not foundry, "attention": record["attention"] or "sdpa",
+        "checkpointing": record["checkpointing"] or "full", "reentrant": _group(record) not in OWN_CODE and not foundry, "attention": record["attention"] or "sdpa",
         # Qwen 1's, ChatGLM's and GaLore's own modelling code leaves logits in the type of the head.
         "loss_raised": not re.search(r"Qwen-\d|chatglm", record["model"] or "") and not record["id"].startswith("lowrank"), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
         "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in _group(record),
@@ -163,6 +176,8 @@ def _graph(record: Record) -> dict[str, Any]:
 
 def _adapters(record: Record, config: Mapping[str, Any]) -> dict[str, Any]:
     targets = record["lora_targets"]
+    if targets is None and record["id"].startswith("hf4bit"):
+        targets = ["q_proj", "v_proj"]  # peft/utils/other.py's default for Llama
     if isinstance(targets, str) or targets is None:
         names: tuple[str, ...] = () if targets is None or targets.startswith("all-linear") else (targets,)
     else:  # by the name of the model's own code, and by that of the family that stands for it

@@ -5,6 +5,7 @@ open, the reader decides and says so in ``notes``.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,6 +90,8 @@ class ForeignRun:
     """Products run in ``compute_dtype`` by autocast; else every tensor is computed in its stored type."""
     quantised: Quantised = ""
     """How linear weights of the blocks are stored; the head is not quantised. int8 with method full: they train so."""
+    inputs_kept: bool = False
+    """Packed layers in 4 bits keep their inputs to the end of the graph (bitsandbytes before 0.43.2)."""
     raised: Literal["", "norms", "all"] = ""
     """What is held in fp32 beside a lower stored type: all but packed weights (peft's k-bit preparation), or the norms
     alone (TRL takes embedding and head back to bf16)."""
@@ -101,6 +104,9 @@ class ForeignRun:
     dora: bool = False
     trained_modules: tuple[str, ...] = ()
     """Whole modules that train beside the adapters (``lm_head``, ``embed_tokens``), in the frozen weights' type."""
+
+    adapter: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Another adapter of peft's than LoRA: its ``adapter_config.json``. peft itself builds it, where it is installed."""
 
     optimizer: str = "adamw"
     """adamw, adam, sgd, sgd_momentum, lion, adafactor, muon, galore_adamw …"""

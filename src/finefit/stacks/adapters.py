@@ -1,6 +1,8 @@
 """Adapters and packed weights as peft and bitsandbytes allocate them (peft 0.13 to 0.21, bitsandbytes 0.43 to 0.50).
 
-``peft/tuners/lora/layer.py`` Linear.forward and ``bitsandbytes/autograd/_functions.py`` MatMul4Bit, MatMul8bitLt.
+``peft/tuners/lora/layer.py`` Linear.forward and ``bitsandbytes/autograd/_functions.py`` MatMul4Bit, MatMul8bitLt. The
+latter keeps its input, as it came, for a gradient no frozen weight has; the former did so too before 0.43.2. Both as
+attributes: they live as long as the graph.
 Values mean nothing here; storages do.
 """
 
@@ -65,10 +67,11 @@ class DoraLinear(PeftLinear):
 class Packed(nn.Module):
     """A frozen linear whose weight is stored packed; unpacked for the product, forward and again backward."""
 
-    def __init__(self, linear: nn.Linear, kind: str, device: torch.device) -> None:
+    def __init__(self, linear: nn.Linear, kind: str, device: torch.device, keeps_input: bool = False) -> None:
         super().__init__()
         self.packed: Tensor
         self.shape, self.kind = tuple(linear.weight.shape), kind
+        self.keeps_input = keeps_input or kind == "int8"
         numel = linear.weight.numel()
         self.bias = linear.bias
         for name, size, dtype in _stored(kind, numel, self.shape):
@@ -77,6 +80,8 @@ class Packed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wanted = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         cast = x.to(torch.bfloat16 if wanted is torch.float32 and self.kind != "gptq4" else wanted)
+        if self.kind == "int8":
+            cast = x  # a function of its own, which autocast does not reach
         out: Tensor = _UnpackedProduct.apply(cast, self)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
@@ -97,8 +102,10 @@ class _UnpackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Packed) -> Tensor:
         ctx.layer = layer
+        if layer.keeps_input and ctx.needs_input_grad[0]:
+            ctx.kept = x
         if layer.kind == "int8":
-            return _int8_forward(ctx, x, layer)
+            return _int8_forward(x, layer)
         return nn.functional.linear(x, layer.dense(x.dtype))
 
     @staticmethod
@@ -107,7 +114,7 @@ class _UnpackedProduct(torch.autograd.Function):
         return torch.matmul(grad, ctx.layer.dense(grad.dtype)), None
 
 
-def _int8_forward(ctx: Any, x: Tensor, layer: Packed) -> Tensor:
+def _int8_forward(x: Tensor, layer: Packed) -> Tensor:
     """The input in 8 bits by rows, an int32 product, the result in half precision."""
     flat = x.reshape(-1, x.shape[-1])
     half = flat.to(torch.float16)

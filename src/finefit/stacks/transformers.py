@@ -23,6 +23,7 @@ from .experts import spread_evenly
 from .kernels import with_kernels
 from .losses import loss_of
 from .low_rank import in_8_bits
+from .real_peft import PROMPTS, with_adapter
 
 _FLASH = "as_on_cuda"
 # The Trainer lets go of its outputs when the loss is returned; these loops keep them in a variable over backward.
@@ -36,7 +37,10 @@ def build(config: Mapping[str, Any], run: ForeignRun, depth: int, device: torch.
     model.config.use_cache = run.use_cache
     _adapt(model, run, device)
     fill_empty(model, device)
+    wrapped = with_adapter(model, run) if run.adapter else None
     _checkpoint(model, run)
+    if wrapped is not None and run.adapter["peft_type"] in PROMPTS:
+        return Stepped(wrapped, blocks_of(model), _prompted(wrapped, run))
     return Stepped(model, blocks_of(model), _stepper(model, run))
 
 
@@ -116,7 +120,9 @@ def _adapt(model: Any, run: ForeignRun, device: torch.device) -> None:
 
 def _adapted(linear: nn.Linear, name: str, run: ForeignRun, device: torch.device) -> nn.Module:
     wraps = not run.targets or name in run.targets
-    base: nn.Module = Packed(linear, run.quantised, torch.device("meta")) if run.quantised else linear
+    base: nn.Module = linear
+    if run.quantised:
+        base = Packed(linear, run.quantised, torch.device("meta"), run.inputs_kept)
     if name in ("gate", "router"):  # a router stays as it is
         return linear
     if not wraps or not run.rank:
@@ -141,6 +147,20 @@ def _checkpoint(model: Any, run: ForeignRun) -> None:
         model.enable_input_require_grads()
 
 
+def _prompted(model: Any, run: ForeignRun) -> Any:
+    """Through peft's wrapper, which calls the whole model: its head is not the loss's part then."""
+
+    def loss(ids_bs: Tensor, label_bs: Tensor, ledger: Ledger | NoLedger) -> Tensor:
+        with torch.autocast(ids_bs.device.type, dtype=getattr(torch, run.compute_dtype), enabled=run.autocast):
+            logits = model(input_ids=ids_bs, attention_mask=torch.ones_like(ids_bs), use_cache=run.use_cache).logits
+            ledger.mark("loss")
+            longer = logits.shape[1] - label_bs.shape[1]
+            value, held = loss_of(run, nn.Identity(), logits, nn.functional.pad(label_bs, (longer, 0), value=-100))
+        return _kept(value, held, run)
+
+    return loss
+
+
 def _stepper(model: Any, run: ForeignRun) -> Any:
     compute = getattr(torch, run.compute_dtype)
 
@@ -156,8 +176,13 @@ def _stepper(model: Any, run: ForeignRun) -> Any:
             ledger.mark("loss")
             head = model.get_output_embeddings()
             value, held = loss_of(run, head, out[0], label_bs)
-        if run.tool in _HOLDS_LOGITS:
-            value.__dict__["held"] = held
-        return value
+        return _kept(value, held, run)
 
     return loss
+
+
+def _kept(value: Tensor, logits: Tensor | None, run: ForeignRun) -> Tensor:
+    """The loss, with the logits for as long as a loop that keeps its outputs has both."""
+    if run.tool in _HOLDS_LOGITS:
+        value.__dict__["held"] = logits
+    return value
