@@ -141,6 +141,8 @@ class ForeignRun:
     """How weights come to the device (``loading``); empty: as the tool does it."""
     segments: Literal["classic", "expandable"] = "classic"
     """The caching allocator's, by the tool's own launcher or environment."""
+    frozen_stay: bool = False
+    """FSDP 1 before torch 2.1: units that do not train stay gathered to the end of backward."""
     activations_on_host: bool = False
     optimizer_on_host: bool = False
     parameters_on_host: bool = False

@@ -275,6 +275,11 @@ class FlatUnits(Units):
         if not blind and unit >= 0:
             self.unshard(unit)
 
+    def release(self, name: str) -> None:
+        """Before torch 2.1 (``_register_post_backward_reshard_only_hook``) nothing let a frozen unit go in backward."""
+        if not (self.run.frozen_stay and name.startswith("unit") and self.new.sections[-1].startswith("backward")):
+            super().release(name)
+
     def let_go(self, name: str, old: Entry, index: int) -> None:
         """Free it, unless a hook on the input of a frozen unit keeps it, and its gradient, to the end of backward."""
         run = self.run

@@ -214,8 +214,14 @@ class DeepSpeed(Rank):
         self.release("bucket")
 
     def temporaries(self, numel: float) -> Iterator[int]:
-        if not self.run.optimizer_on_host:
-            yield round(4 * min(numel, self.buckets.group))  # the gradient in fp32
+        """A group's gradients are joined and raised to fp32 (``_prepare_fp32_grad_for_sub_group``); torch's own update,
+        where the configuration names no optimizer, takes one temporary more."""
+        run = self.run
+        foreach = run.foreach and run.optimizer_bits in (16, 32) and run.optimizer.startswith("adam")
+        if not run.optimizer_on_host:
+            group = min(numel, self.buckets.group) if self.stage == 3 else numel
+            yield round((BYTES[run.compute_dtype] + 4) * group)
+            yield round(4 * group * (1 + foreach))
         if self.stage in (1, 2):
             yield 2 * min(self.buckets.gather, self.trained_numel())
 
