@@ -207,3 +207,18 @@ def test_galore_keeps_a_basis_and_moments_of_the_rank() -> None:
 
 def test_q_galores_basis_takes_a_byte_a_number_and_two_numbers_for_256() -> None:
     assert galore_states(quantised="int8") == 7 * (SQUARE + 2 * 2 * SQUARE // 256) + MOMENTS
+
+
+def test_an_adapter_that_is_no_lora_is_put_in_by_peft_itself() -> None:
+    pytest.importorskip("peft")
+    vectors = {"peft_type": "IA3", "target_modules": ["v_proj"], "feedforward_modules": [], "task_type": "CAUSAL_LM"}
+    _, made = stepped(transformers.build, EQUAL, method="lora", adapter=vectors)
+    assert sum(p.numel() for p in made.model.parameters() if p.requires_grad) == 3 * h
+
+
+@pytest.mark.parametrize("packed", [{"quantised": "int8"}, {"quantised": "nf4", "inputs_kept": True}])
+def test_packed_layers_that_keep_their_inputs_keep_what_no_other_does(packed: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"method": "lora", "rank": 1, "targets": ("none",), "trained_modules": ("embed_tokens",)}
+    plain = kept(transformers.build, EQUAL, **fields, quantised="nf4")
+    # What the norms made, for q, k, v and for the gated MLP, and the MLP's product; attention keeps its own result.
+    assert kept(transformers.build, EQUAL, **fields, **packed) == plain + T * (2 * h + 2 * h + 2 * f)
