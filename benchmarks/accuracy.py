@@ -44,17 +44,20 @@ def predict(record: Mapping[str, Any], ask: Any) -> dict[str, Any]:
         found: Simulated = ask(config, run, workspace_bytes(record["gpu"] or ""))
     except (Refused, FinefitError, ValueError, KeyError, TypeError) as error:
         return {**line, "refused": f"{error}" or type(error).__name__}
-    driver = found.reserved_bytes + CONTEXT_BYTES + nccl_bytes(run.spread.devices)
+    # An allocator that the device refuses gives back what it keeps: it never holds more than there is.
+    room = round((record["gpu_total_gib"] or 1024) * GIB) - CONTEXT_BYTES - nccl_bytes(run.spread.devices)
+    reserved = min(found.reserved_bytes, max(room, found.capacity_bytes))
+    driver = reserved + CONTEXT_BYTES + nccl_bytes(run.spread.devices)
     readings = {"max_allocated": found.allocated_bytes, "active (peak)": found.allocated_bytes,
-                "max_reserved": found.reserved_bytes, "nvidia_smi": driver}  # fmt: skip
+                "max_reserved": reserved, "nvidia_smi": driver}  # fmt: skip
     kind = record["memory_kind"] or "max_allocated"
-    line["peak_bytes"] = readings.get(kind, found.reserved_bytes)
+    line["peak_bytes"] = readings.get(kind, reserved)
     total = record["gpu_total_gib"]
     needed = found.needs(CONTEXT_BYTES, run.spread.devices)
     line["fits"] = None if not total else needed <= total * GIB
     line["needed_bytes"] = needed
     line["footprint"] = found.footprint.to_json()
-    line["readings"] = {"allocated": found.allocated_bytes, "reserved": found.reserved_bytes,
+    line["readings"] = {"allocated": found.allocated_bytes, "reserved": reserved,
                         "capacity": found.capacity_bytes, "driver": driver}  # fmt: skip
     line["seconds"] = round(found.seconds, 2)
     line["assumed"] = list(run.notes)

@@ -6,11 +6,12 @@ said in the run's notes; what cannot be expressed is refused with a reason.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from published_adapters import adapter_of
 
-from finefit.foreign import ForeignRun, Spread
+from finefit.foreign import ForeignRun, Lengths, Spread
 
 Record = Mapping[str, Any]
 TOOLS = {"litgpt": "litgpt", "torchtune": "torchtune", "torchtitan": "torchtitan",
@@ -25,6 +26,9 @@ INSIDE = ("fms-gran", "fms-moe", "qwen", "swift-lora", "swift-full", "lf-", "pef
           "lowrank", "lomo", "ds-", "oom-alpaca", "oom-cookbook")  # fmt: skip
 APART = ("fms-ref", "oom-s1")
 DROPOUTS = {"litgpt": 0.05, "torchtune": 0.0, "peft-docs": 0.1}  # lit-gpt's finetune/lora.py and its config_hub
+# What ms-swift asked for in January 2024: peft 0.7 makes adapters in the type of the weight they belong to, packed ones
+# apart. Whether the peft of other sources of that time did is not known to us.
+OLD_PEFT = ("swift-lora",)
 UNEXPRESSED = ("lisa", "llamapro", "badam", "component")
 # Whole models by another update: in a low-rank space, or in backward. Rank 128 is GaLore's own and transformers' default,
 # 1024 of the projects' scripts/single_gpu/llama_7b*.sh.
@@ -49,6 +53,13 @@ CONTRADICTED = {
     "llmem-opt-2.7b-4dp": "Gemini has all parameters whole at the end of forward; 1 GiB short of the card, as two others of its table",
     "llmem-codegen-2b-nl-4dp": "Gemini has all parameters whole at the end of forward; 0.6 GiB short of the card",
 }  # fmt: skip
+# Data whose rows are padded to the longest of their micro-batch, by the sources that used them.
+# ms-swift's scripts/benchmark/test_memory_time/run_single.py of 2 January 2024: all 4,959 items up to a length of 2048,
+# else 1,000, what is longer is dropped; token statistics as its Benchmark.md states them.
+NEWS = Lengths(mean=3234.4, deviation=2547.5, least=91, over="dropped")
+# torchtune's config of April 2024 (recipes/configs/llama2/7B_lora_single_device.yaml, datasets/_alpaca.py): the whole of
+# alpaca-cleaned once, cut at 512 tokens.
+ALPACA = Lengths(samples=51760)
 
 
 class Refused(Exception):
@@ -78,6 +89,7 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         **_numbers(record, full), **_optimizer(record), **_graph(record),
         "spread": _spread(record), "clipped": True,
     }  # fmt: skip
+    settings["lengths"] = _lengths(record["id"], settings["max_length"])
     if record["group"] == "torchtitan":
         settings["segments"] = "expandable"  # its run_llama_train.sh
     if "colossalai" in str(_degrees(record).get("impl")):
@@ -112,6 +124,15 @@ def _usual_length(record: Record) -> int:
     return int(cut[1]) if cut else 2048 if record["scope"] == "verdict" else 512
 
 
+def _lengths(name: str, longest: int) -> Lengths | None:
+    """How a source's rows vary, where its figures are of a whole run on data that are known."""
+    if name.startswith(("swift-lora", "swift-full")):
+        return replace(NEWS, samples=4959 if longest <= 2048 else 1000)
+    if name.startswith(("tune-tut", "tune-pr527")):
+        return ALPACA
+    return None
+
+
 def _degrees(record: Record) -> dict[str, Any]:
     found = dict(record["parallel"] or {})
     if record["id"].startswith("titan-405b-4d-"):  # its table: 32,768 tokens of a row on each card, data × context = 8
@@ -132,17 +153,21 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
         quantised = "nf4_double"  # its framework_plugin_bnb.py and TRL's own baseline set double quantisation
     bits, note = record["optimizer_bits"], _text(record)
     own_code, early = _group(record) in OWN_CODE, record["id"].startswith("hf4bit")  # of May 2023
+    old = False
     if full:
         trained = DTYPES.get(weight, compute)
         raised = record["id"].startswith("oom-s1")  # train/sft*.sh: the Trainer's bf16 under FSDP, so accelerate raises
         if bits == 32 or raised:
             trained = "float32"  # torch's moments have the weights' type; DeepSpeed's belong to fp32 masters
     else:
-        trained = compute if own_code or bits == 16 else "float32"
+        old = record["id"].startswith(OLD_PEFT) and not quantised
+        trained = compute if own_code or bits == 16 else DTYPES.get(weight, compute) if old else "float32"
     if own_code:
         trained = DTYPES.get(weight, compute) if full or not quantised else compute
         trained = compute if not full and weight in ("bf16", "fp16") else trained
-    autocast = "no autocast" not in note and not own_code and (trained == "float32" or (bool(quantised) and not full))
+    autocast = (
+        "no autocast" not in note and not own_code and (trained == "float32" or old or (bool(quantised) and not full))
+    )
     if _group(record) == "llm-foundry":
         autocast = False  # its low_precision_layernorm, the default, leaves autocast; all else is bf16 by FSDP
     if own_code and weight == "fp32" and compute != "float32":
@@ -189,8 +214,8 @@ def _graph(record: Record) -> dict[str, Any]:
     loss = "kernel" if foundry else loss  # modeling_mpt.py: fused_crossentropy by default; its yamls: not reentrant
     return {
         "checkpointing": record["checkpointing"] or "full", "reentrant": _group(record) not in OWN_CODE and not foundry, "attention": record["attention"] or "sdpa",
-        # Qwen 1's, ChatGLM's and GaLore's own modelling code leaves logits in the type of the head.
-        "loss_raised": not re.search(r"Qwen-\d|chatglm", record["model"] or "") and not record["id"].startswith("lowrank"), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
+        # Qwen 1's and GaLore's own modelling code leaves logits in the type of the head.
+        "loss_raised": not re.search(r"Qwen-\d", record["model"] or "") and not record["id"].startswith("lowrank"), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
         "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in _group(record),
         "loss_chunks": 8,
     }  # fmt: skip

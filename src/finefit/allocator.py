@@ -9,8 +9,8 @@ what is cached on one stream serves no other until it is given back to the devic
 collection threshold.
 """
 
-import bisect
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,8 +27,8 @@ _ROUND, _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM, _LARGE_ROUND = (
 
 Kind = Literal["classic", "expandable"]
 Event = tuple[int, int] | tuple[int, int, int]
-"""(key of the tensor, bytes, CUDA stream: 0 if left out): positive where it is made, negative where it goes; keys may be
-used again."""
+"""(key of the tensor, bytes, CUDA stream: 0 if left out): positive where it is made, negative where it goes, zero where
+the cache is emptied; keys may be used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def replay(
             pool, block = held.pop(key)
             live -= block.size
             memory.give(pool, block)
+        else:
+            memory.give_back()
     return Replay(most, memory.most, memory.retries)
 
 
@@ -95,30 +97,28 @@ class _Block:
     before: "_Block | None" = None
     after: "_Block | None" = None
 
-    def key(self) -> tuple[int, int]:
-        return (self.size, self.address)
-
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """Free blocks by (size, address); ``end`` and ``top`` are of an expandable segment: its last block, its end."""
+    """Free blocks by (size, address), which no two share; ``end`` and ``top`` are of an expandable segment: its last
+    block, its end."""
 
     is_small: bool
     base: int = 0
     end: "_Block | None" = None
     top: int = 0
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)
 
     def add(self, block: _Block) -> None:
         block.free = True
-        bisect.insort(self.keys, block.key())
-        self.blocks[block.key()] = block
+        insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: _Block) -> None:
-        key = block.key()
-        del self.keys[bisect.bisect_left(self.keys, key)]
-        del self.blocks[key]
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+
+    def fit(self, size: int) -> int:
+        """Where the smallest block of at least that size is; the end of the list if there is none."""
+        return bisect_left(self.free, (size,))
 
 
 class _Memory(ABC):
@@ -185,11 +185,9 @@ class _Memory(ABC):
 class _Classic(_Memory):
     def take(self, pool: _Pool, size: int) -> _Block | None:
         worth = _ROUND if pool.is_small else _SMALL + 1
-        at = bisect.bisect_left(pool.keys, (size, -1))
-        if at < len(pool.keys):
-            block = pool.blocks[pool.keys[at]]
-            pool.remove(block)
-            return self.carve(pool, block, size, worth)
+        at = pool.fit(size)
+        if at < len(pool.free):
+            return self.carve(pool, pool.free.pop(at)[2], size, worth)
         segment = _segment_bytes(size)
         if not self.grow(segment):
             self.retries += 1
@@ -202,7 +200,7 @@ class _Classic(_Memory):
 
     def give_back(self) -> None:
         for pool in self.pools.values():
-            for block in [b for b in pool.blocks.values() if b.before is None and b.after is None]:
+            for block in [b for _, _, b in pool.free if b.before is None and b.after is None]:
                 pool.remove(block)
                 self.reserved -= block.size
 
@@ -218,14 +216,12 @@ class _Expandable(_Memory):
 
     def take(self, pool: _Pool, size: int) -> _Block | None:
         end = pool.end
-        at = bisect.bisect_left(pool.keys, (size, -1))
+        at = pool.fit(size)
         # The last block can grow without end, so any other that fits is a better fit.
-        if at < len(pool.keys) and pool.blocks[pool.keys[at]] is end and at + 1 < len(pool.keys):
+        if at < len(pool.free) and pool.free[at][2] is end and at + 1 < len(pool.free):
             at += 1
-        if at < len(pool.keys):
-            block = pool.blocks[pool.keys[at]]
-            pool.remove(block)
-            return self._carve(pool, block, size)
+        if at < len(pool.free):
+            return self._carve(pool, pool.free.pop(at)[2], size)
         if not self._map(pool, size):
             self.retries += 1
             self.give_back()
@@ -276,7 +272,7 @@ class _Expandable(_Memory):
         """Give back the whole pages inside free blocks."""
         for pool in self.pools.values():
             page, base = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT, pool.base
-            for block in list(pool.blocks.values()):
+            for block in [b for _, _, b in pool.free]:
                 first = base + -(-(block.address - base) // page) * page
                 last = base + (block.address + block.size - base) // page * page
                 if last > first:

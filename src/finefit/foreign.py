@@ -65,6 +65,25 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Lengths:
+    """Samples of many lengths, every micro-batch padded to its own longest: neither packed nor all of one length."""
+
+    mean: float = 0.0
+    deviation: float = 0.0
+    """Of the data, in tokens, before anything is cut: a gamma distribution then. Without a mean any length up to the longest is
+    as likely as another."""
+    least: int = 1
+    over: Literal["cut", "dropped"] = "cut"
+    """What becomes of samples above ``max_length``."""
+    samples: int = 0
+    """Of the whole run, those dropped counted; 0 where it is not known."""
+    multiple: int = 1
+    """Micro-batches are padded to a multiple of this."""
+    emptied_every: int = 0
+    """Optimizer steps from one emptying of the allocator's cache to the next; 0: never."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignRun:
     tool: str
     """llamafactory, axolotl, trl, torchtune, transformers, litgpt, torchtitan, swift, unsloth …"""
@@ -80,6 +99,8 @@ class ForeignRun:
     """The longest row comes in the first micro-step, before there are gradients and states; all others are shorter."""
     packed: bool = False
     """Rows are full and no attention mask with a zero in it is passed."""
+    lengths: Lengths | None = None
+    """How lengths vary; None: every row is ``max_length`` long. The longest row is ``max_length`` long either way."""
 
     frozen_dtype: Dtype = "bfloat16"
     """Stored type of weights that do not train (before quantisation)."""

@@ -25,9 +25,10 @@ from .allocator import Event, Kind, replay, smallest_capacity
 from .build import Optimizing, rewritten
 from .build import optimizer_of as own_optimizer
 from .catalog.configs import depth_key
-from .foreign import Dtype, ForeignRun, Spread
+from .foreign import Dtype, ForeignRun, Lengths, Spread
 from .layout import Micro
 from .ledger import Ledger
+from .lengths import Family, lasting, probes
 from .loading import loaded
 from .meshes import mesh_of
 from .models import fill_empty
@@ -287,8 +288,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def readings_of(stream: Stream, workspace_bytes: int, segments: Kind = "classic") -> dict[str, int]:
     """What the caching allocator counts: tensors rounded, what it holds, and the least it goes through with."""
-    workspaces = [(-1 - i, workspace_bytes, 0) for i in range(2 * (workspace_bytes > 0))]  # of two threads
-    events: list[Event] = [*workspaces, *stream.allocations()]
+    events = [*workspaces_of(workspace_bytes), *stream.allocations()]
     free = replay(events, None, segments)
     return {
         "allocated_bytes": free.allocated_bytes, "reserved_bytes": free.reserved_bytes,
@@ -296,14 +296,15 @@ def readings_of(stream: Stream, workspace_bytes: int, segments: Kind = "classic"
     }  # fmt: skip
 
 
+def workspaces_of(n_bytes: int) -> list[Event]:
+    """What libraries take once for each of the two threads of a step."""
+    return [(-1 - i, n_bytes) for i in range(2 * (n_bytes > 0))]
+
+
 def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, whole: bool = False) -> dict[str, Any]:
     """All readings of one rank's run, as JSON values."""
     start = time.perf_counter()
-    whole = whole or (run.tool == "torchtune" and run.activations_on_host)  # its streams move copies across blocks
-    whole = whole or run.adapter.get("peft_type") == "PREFIX_TUNING"  # one tensor has the keys of all blocks
-    simulated = sliced(step_stream(part_of(config, run), computed_as(run), whole), run)
-    found = [placed(of_rank(part, run, buckets_of(config)), run) for part in stages(simulated, run)]
-    stream = max(found, key=lambda part: replay(part.allocations()).allocated_bytes)
+    simulated, stream = rank_stream(config, run, whole)
     if run.longest_first:
         stream = stream.until("optimizer")
     load = loaded(simulated, stream, run)
@@ -311,10 +312,32 @@ def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, w
     readings = {
         name: max(n, sum(load.values())) for name, n in readings_of(stream, workspace_bytes, run.segments).items()
     }
+    if run.lengths and (family := _family(config, run, stream, whole)):
+        varied = lasting(family, run, workspaces_of(workspace_bytes))
+        readings |= {key: max(value, readings[key]) for key, value in varied.items()}
     return {
         "moments": moments, "live_bytes": max(sum(parts.values()) for parts in moments.values()), **readings,
         "seconds": time.perf_counter() - start,
     }  # fmt: skip
+
+
+def rank_stream(config: Mapping[str, Any], run: ForeignRun, whole: bool = False) -> tuple[Stream, Stream]:
+    """What the model allocates on the device before it is sharded, and what the rank that needs most does."""
+    whole = whole or (run.tool == "torchtune" and run.activations_on_host)  # its streams move copies across blocks
+    whole = whole or run.adapter.get("peft_type") == "PREFIX_TUNING"  # one tensor has the keys of all blocks
+    simulated = sliced(step_stream(part_of(config, run), computed_as(run), whole), run)
+    found = [placed(of_rank(part, run, buckets_of(config)), run) for part in stages(simulated, run)]
+    return simulated, max(found, key=lambda part: replay(part.allocations()).allocated_bytes)
+
+
+def _family(config: Mapping[str, Any], run: ForeignRun, known: Stream, whole: bool) -> Family | None:
+    """The run at the lengths it may meet; None where it is not one course of things at all of them."""
+    at = probes(run.max_length)
+    if run.longest_first or not at:
+        return None
+    others = (n for n in at if n != run.max_length)
+    streams = {n: rank_stream(config, replace(run, max_length=n), whole)[1] for n in others}
+    return Family.of({**streams, **({run.max_length: known} if run.max_length in at else {})})
 
 
 def buckets_of(config: Mapping[str, Any]) -> Buckets:
@@ -338,7 +361,7 @@ def part_of(config: Mapping[str, Any], run: ForeignRun) -> dict[str, Any]:
 def foreign(question: Mapping[str, Any]) -> dict[str, Any]:
     run = question["run"]
     run = ForeignRun(**{
-        **run, "spread": Spread(**run["spread"]),
+        **run, "spread": Spread(**run["spread"]), "lengths": Lengths(**run["lengths"]) if run["lengths"] else None,
         **{key: tuple(run[key]) for key in ("targets", "trained_modules", "notes")},
     })  # fmt: skip
     return foreseen(question["config"], run, question["workspace_bytes"], question["whole"])

@@ -11,7 +11,7 @@ import yaml
 from finefit.config import Config
 from finefit.config.dialects import Foreign, read, recognise
 from finefit.errors import ConfigError
-from finefit.foreign import ForeignRun, Spread
+from finefit.foreign import ForeignRun, Lengths, Spread
 
 PLAIN = ForeignRun(tool="", model="", method="full", micro_batch_size=0, max_length=0)
 
@@ -98,8 +98,8 @@ def test_llamafactory_lora(tmp_path: Path) -> None:
     found = foreign(tmp_path, LF_LORA)
     assert {
         "tool": "llamafactory", "model": "org/base-8b", "method": "lora", "micro_batch_size": 2, "accumulation": 3,
-        "max_length": 1008, "autocast": True, "rank": 4, "targets": ("q_proj", "v_proj"), "foreach": False,
-        "reentrant": True, "checkpointing": "full",
+        "max_length": 1008, "lengths": Lengths(multiple=8), "autocast": True, "rank": 4, "targets": ("q_proj", "v_proj"),
+        "foreach": False, "reentrant": True, "checkpointing": "full",
     } == said(found.run)  # fmt: skip
     assert {
         "model": "org/base-8b", "method": "lora", "lora.rank": 4, "lora.alpha": 8.0, "lora.dropout": 0.0,
@@ -197,12 +197,12 @@ def test_llamafactory_v1_full(tmp_path: Path) -> None:
     )
     assert {
         "tool": "llamafactory", "model": "m", "micro_batch_size": 2, "max_length": 2048, "accumulation": 4,
-        "compute_dtype": "float32", "checkpointing": "full",
+        "compute_dtype": "float32", "checkpointing": "full", "lengths": Lengths(),
     } == said(foreign(tmp_path, text).run)  # fmt: skip
     sharded = foreign(tmp_path, f"{text}dist_config: {{name: fsdp2, offload_params: true}}\n", devices=4)
     assert {
         "tool": "llamafactory", "model": "m", "micro_batch_size": 2, "max_length": 2048, "checkpointing": "full",
-        "optimizer_on_host": True, "parameters_on_host": True,
+        "optimizer_on_host": True, "parameters_on_host": True, "lengths": Lengths(),
         "spread": Spread(data=4, shard_stage=3, shards=4, engine="fsdp2"),
     } == said(sharded.run)  # fmt: skip
     assert 5 == dict(sharded.wish)["train.steps"]
@@ -296,6 +296,7 @@ def test_axolotl_full_without_flash_attention_raises_norms_and_embedding(tmp_pat
     assert {
         "tool": "axolotl", "model": "m", "micro_batch_size": 4, "accumulation": 2, "max_length": 512,
         "trained_dtype": "bfloat16", "autocast": True, "raised": "all", "foreach": False, "optimizer_bits": 16,
+        "lengths": Lengths(over="dropped", multiple=64),
     } == said(found.run)  # fmt: skip
 
 
@@ -362,7 +363,8 @@ def test_axolotl_refuses(tmp_path: Path) -> None:
 def test_trl_defaults(tmp_path: Path) -> None:
     found = foreign(tmp_path, "model_name_or_path: m\ndataset_name: org/d\nreport_to: none\n")
     assert {
-        "tool": "trl", "model": "m", "micro_batch_size": 8, "max_length": 1024, "frozen_dtype": "float32",
+        "tool": "trl", "model": "m", "micro_batch_size": 8, "max_length": 1024, "lengths": Lengths(),
+        "frozen_dtype": "float32",
         "autocast": True, "foreach": False, "checkpointing": "full", "loss": "fused", "loss_chunks": 32,
     } == said(found.run)  # fmt: skip
     assert {
@@ -488,7 +490,7 @@ size: {rows: 3}
     assert {
         "tool": "torchtune", "model": "Qwen/Qwen2.5-1.5B-Instruct", "micro_batch_size": 3, "max_length": 2048,
         "trained_dtype": "bfloat16", "optimizer_bits": 8, "foreach": False, "paged": True, "step_in_backward": True,
-        "clipped": False, "checkpointing": "full", "attention": "flash",
+        "clipped": False, "checkpointing": "full", "attention": "flash", "lengths": Lengths(),
     } == said(found.run)  # fmt: skip
 
 

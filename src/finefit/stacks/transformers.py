@@ -176,6 +176,8 @@ def _stepper(model: Any, run: ForeignRun) -> Any:
             ledger.mark("loss")
             head = model.get_output_embeddings()
             value, held = loss_of(run, head, out[0], label_bs)
+            if run.autocast and held is not None and held.dtype is not torch.float32:
+                held = held.float()
         return _kept(value, held, run)
 
     return loss

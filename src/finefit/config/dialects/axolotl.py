@@ -255,9 +255,11 @@ def _rows(sheet: Sheet, kind: hf.Attention) -> dict[str, Any]:
         packs = packs or sheet.flag("pretraining_sample_concatenation", True)
         sheet.lost.append("pretraining_dataset")
     marks = not sheet.flag("sdpa_varlen")
+    long: Literal["cut", "dropped"] = "cut" if sheet.text("excess_length_strategy") == "truncate" else "dropped"
     return {
         "max_length": hf.rounded(length, multiple) if pads else length,
         "packed": flattens or hf.is_packed(sheet, packs, kind, marks),
+        "lengths": hf.lengths(sheet, packs or pads or flattens, multiple, long),
     }  # fmt: skip
 
 

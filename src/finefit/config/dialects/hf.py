@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...foreign import Dtype, ForeignRun, Quantised
+from ...foreign import Dtype, ForeignRun, Lengths, Quantised
 from .sharding import Sharding, deepspeed, fsdp
 from .sheet import Sheet
 
@@ -201,6 +201,15 @@ def _matching(sheet: Sheet, key: str, pattern: str) -> tuple[str, ...]:
 def rounded(length: int, multiple: int) -> int:
     """A row's length after padding to a multiple."""
     return multiple * math.ceil(length / multiple)
+
+
+def lengths(sheet: Sheet, packs: bool, multiple: int = 1, over: Literal["cut", "dropped"] = "cut") -> Lengths | None:
+    """How rows vary that are padded to the longest of their micro-batch; the data are not here to be asked."""
+    emptied = sheet.whole("torch_empty_cache_steps", 0, 0)
+    if packs:
+        return None
+    sheet.note("rows are as long as the data: any length up to the longest is taken as equally likely")
+    return Lengths(over=over, multiple=multiple, emptied_every=emptied)
 
 
 def liger(sheet: Sheet) -> tuple[Loss, bool]:

@@ -181,6 +181,7 @@ def _rows(sheet: Sheet, kind: hf.Attention) -> dict[str, Any]:
     return {
         "max_length": length if pretrains else hf.rounded(length, _PAD),
         "packed": hf.is_packed(sheet, packs, kind, marks_ends=neat),
+        "lengths": hf.lengths(sheet, packs, _PAD),
     }  # fmt: skip
 
 

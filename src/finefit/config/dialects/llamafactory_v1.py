@@ -51,7 +51,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     run = ForeignRun(
         tool="llamafactory", model=model, method=method, micro_batch_size=micro,
         max_length=sheet.whole("cutoff_len", 2048), accumulation=total // (micro * over.data),
-        packed=split.endswith("padding_free"), trained_dtype="float32", compute_dtype=compute, quantised=quantised,
+        packed=split.endswith("padding_free"), lengths=hf.lengths(sheet, packs=split != "normal"), trained_dtype="float32", compute_dtype=compute, quantised=quantised,
         optimizer=optimizer.name, optimizer_bits=optimizer.bits_with("float32"), foreach=optimizer.foreach,
         clipped=hf.clip(sheet) > 0,
         checkpointing="full" if sheet.flag("enable_activation_checkpointing", True) else "none",

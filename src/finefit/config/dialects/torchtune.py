@@ -78,7 +78,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     run = ForeignRun(
         tool="torchtune", model=model.hub_id, method=method, micro_batch_size=sheet.whole("batch_size", 1),
         max_length=_length(sheet), accumulation=sheet.whole("gradient_accumulation_steps", 1),
-        packed=sheet.flag("dataset.packed"), frozen_dtype=dtype, trained_dtype=dtype, compute_dtype=dtype,
+        packed=sheet.flag("dataset.packed"), lengths=hf.lengths(sheet, sheet.flag("dataset.packed")), frozen_dtype=dtype, trained_dtype=dtype, compute_dtype=dtype,
         quantised="nf4_double" if model.packs else "", optimizer=optimizer.name,
         optimizer_bits=optimizer.bits_with(dtype), foreach=optimizer.foreach, paged=optimizer.paged,
         step_in_backward=sheet.flag("optimizer_in_bwd"), clipped=sheet.number("clip_grad_norm", 0.0) > 0,

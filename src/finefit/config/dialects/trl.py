@@ -56,11 +56,12 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     sheet.check(TRL)
     sheet.note("the file does not say which trl command it is for: read as trl sft")
     rows, types, length = hf.batch(sheet), _types(sheet, how, method, bool(quantised)), _length(sheet)
+    multiple, fills = sheet.whole("pad_to_multiple_of", 1), sheet.flag("packing") or sheet.flag("padding_free")
     kind = hf.attention(sheet, "attn_implementation")
     chunks = math.ceil(rows.micro * length / _CHUNK_TOKENS) if loss == "fused" and not kernels else 8
     run = ForeignRun(
         tool="trl", model=model, method=method, micro_batch_size=rows.micro, accumulation=rows.accumulation,
-        max_length=hf.rounded(length, sheet.whole("pad_to_multiple_of", 1)), packed=_packed(sheet, kind),
+        max_length=hf.rounded(length, multiple), lengths=hf.lengths(sheet, fills, multiple), packed=_packed(sheet, kind),
         quantised=quantised, optimizer=optimizer.name, optimizer_bits=optimizer.bits_with(types["trained_dtype"]),
         foreach=optimizer.foreach, paged=optimizer.paged, clipped=hf.clip(sheet) > 0, attention=kind, loss=loss,
         loss_chunks=chunks, fused_kernels=kernels, compiled=sheet.flag("torch_compile"),
