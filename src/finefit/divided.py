@@ -63,7 +63,8 @@ def _of_stage(group: ParamGroup, layout: Layout) -> ParamGroup:
 class Divided:
     """The sections of one device's step, made from those of a single device's."""
 
-    def __init__(self, layout: Layout, fixed: Mapping[str, int]) -> None:
+    def __init__(self, part: Part, fixed: Mapping[str, int]) -> None:
+        layout, self.is_first = part.layout, part.is_first
         mesh = layout.mesh
         self.tensor, self.stage, self.depth = mesh.tensor, mesh.stage, layout.depth
         self.reduces = mesh.stage >= 2
@@ -72,6 +73,7 @@ class Divided:
         self.block = sum(_computed(g, layout) for g in blocks) // layout.depth
         self.outer = sum(_computed(g, layout) for g in layout.groups if not _is_block(g))
         trained = [g for g in layout.groups if g.trainable]
+        self.gradients = sum(_computed(g, layout) for g in blocks if g.trainable) // layout.depth
         self.reduced = _FP32 * sum(g.numel * g.count for g in blocks if g.trainable) // layout.depth
         whole = sum(_computed(g, layout) for g in trained)
         fresh = layout.micro_steps == 1
@@ -83,6 +85,8 @@ class Divided:
     def section(self, name: str, kind: str, section: Section) -> Section:
         end, top = self.share(section.end), self.share(section.top)
         of_block = name[-1].isdigit()
+        if name == "backward 0":
+            self._embedding(end, top)
         if of_block and name.startswith("backward") and "gradient" in end:
             end["gradient"] = round(end["gradient"] * self.kept)
         if self.tensor > 1:
@@ -90,6 +94,16 @@ class Divided:
         if held := self._held(name, of_block):
             top["temporary"] = top.get("temporary", 0) + held
         return Section(end, top, sum(top.values()))
+
+    def _embedding(self, end: dict[str, int], top: dict[str, int]) -> None:
+        """Its gradient comes last: on the first device, when those of the block are reduced and its weights let go."""
+        table = max(end.get("gradient", 0) - self.gradients, 0)
+        if self.is_first:
+            there = min(table, self.gradients + self.block) if self.reduces else 0
+        else:
+            there = table
+            _add(end, "gradient", -table)
+        _add(top, "gradient", -min(there, top.get("gradient", 0)))
 
     def share(self, parts: Mapping[str, int]) -> dict[str, int]:
         """A tensor-parallel rank's part of bytes by component; what is taken away is cut like what was added."""

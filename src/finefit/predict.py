@@ -93,8 +93,7 @@ def _itinerary(part: Part) -> Iterator[tuple[str, str, int]]:
     outer = "checkpointed" if k == depth else "plain"
     middle = [("checkpointed", max(0, min(k, depth - 1) - 1)), ("plain", max(0, depth - 1 - max(k, 1)))]
     first = "checkpointed" if k else "plain"
-    if part.is_first:
-        yield "forward before", first, 1
+    yield "forward before", first, 1  # later stages receive what the embedding gives the first
     yield "forward 0", first, 1
     for kind, times in middle:
         yield "forward 1", kind, times
@@ -113,8 +112,7 @@ def _itinerary(part: Part) -> Iterator[tuple[str, str, int]]:
 def _evaluation(part: Part) -> Iterator[tuple[str, str, int]]:
     """The same of a held-out micro-batch as large: forward and loss, of which nothing is kept."""
     depth = part.layout.depth
-    if part.is_first:
-        yield "eval before", "eval", 1
+    yield "eval before", "eval", 1
     yield "eval 0", "eval", 1
     yield "eval 1", "eval", max(0, depth - 2)
     if depth > 1:
@@ -136,7 +134,7 @@ class _Walk:
     def __init__(self, part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -> None:
         layout = part.layout
         self.part, self.layout, self.fixed, self.sizes = part, layout, fixed, sizes
-        self.divided = Divided(layout, fixed) if layout.mesh.devices > 1 else None
+        self.divided = Divided(part, fixed) if layout.mesh.devices > 1 else None
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         tokens, labelled = layout.micro.tokens, layout.micro.labelled
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}

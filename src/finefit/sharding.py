@@ -137,7 +137,7 @@ class Rank:
 
     def size(self, old: Entry) -> int:
         """A share of a parameter in its stored type, and of states; frozen ones are held as they are computed."""
-        if self.stage < {"parameter": 3, "optimizer_state": 1}.get(old.owner, 4):
+        if self.stage < {"parameter": 3, "optimizer_state": 1}.get(old.owner, 4) or not old.shape:
             return old.n_bytes
         stored = self.stored if self.run.method == "full" else 1.0
         return round(self.share(old) * stored)

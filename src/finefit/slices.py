@@ -105,8 +105,15 @@ def stages(stream: Stream, run: ForeignRun) -> list[Stream]:
     tables = _tables(stream)
     embedding, head = (tables[0], tables[-1]) if len(tables) > 1 else (-1, -1)  # a tied one is on both
     outside = {i for i, e in enumerate(stream.entries) if stream.sections[e.section] in ("loss", "backward start")}
-    first = _copied(stream, outside | {head})
-    return [_held(first, spread.in_flight), _copied(stream, {embedding} | _gradients(stream, embedding))]
+    first = _copied(stream, outside | {head} | _states(stream, head, slice(-2, None)))
+    last = _copied(stream, {embedding} | _gradients(stream, embedding) | _states(stream, embedding, slice(2)))
+    return [_held(first, spread.in_flight), last]
+
+
+def _states(stream: Stream, table: int, which: slice) -> set[int]:
+    """A table's two moments, where they are there from the start: the embedding's come first, the head's last."""
+    shape = stream.entries[table].shape if table >= 0 else None
+    return set([i for i, e in enumerate(stream.entries) if e.owner == "optimizer_state" and e.shape == shape][which])
 
 
 def _gradients(stream: Stream, embedding: int) -> set[int]:

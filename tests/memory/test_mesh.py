@@ -56,8 +56,9 @@ def test_a_rank_is_predicted_as_it_is_simulated(mesh, blocks, steps):
     assert predicted.peak_bytes == pytest.approx(simulated, rel=0.01)
     held = {c: max(parts.get(c, 0) for parts in moments.values()) for c in ("parameter", "optimizer_state")}
     ours = {c: predicted.moments["optimizer_step"][c] for c in held}
-    whole = 8 * MODEL.hidden_size * (2 * MODEL.num_hidden_layers + 1)  # norms, which a simulated rank divides as well
-    assert all(abs(ours[c] - held[c]) <= whole * ("tensor" in mesh) for c in held)
+    norms = 8 * MODEL.hidden_size * (2 * MODEL.num_hidden_layers + 1)  # which a simulated rank divides as well
+    slack = norms * ("tensor" in mesh) + 4 * ("pipeline" in mesh)  # the step count of a table that is not there
+    assert all(abs(ours[c] - held[c]) <= slack for c in held)
 
 
 @pytest.mark.parametrize("mesh", ["zero2", "zero3", "zero3 of 64", "pipeline"])

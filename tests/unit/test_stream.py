@@ -98,12 +98,6 @@ def test_inputs_of_frozen_units_under_fsdp_1_live_to_the_end_of_backward() -> No
     assert all(e.died_section in (-1, last) or e.died_section > last for e in kept.entries if e.n_bytes == 10)
 
 
-def test_geminis_chunks_take_the_place_of_shards_and_all_are_whole_after_forward() -> None:
-    run = replace(RUN, spread=Spread(data=2, shard_stage=3, shards=2, engine="gemini"))
-    found = of_rank(_stream(), run).moments("steady")["forward_end"]
-    assert (found["parameter"], found["temporary"]) == (100, 100)
-
-
 def test_ddp_adds_a_bucket_of_all_gradients() -> None:
     run = replace(RUN, spread=Spread(data=2, engine="ddp"))
     assert of_rank(_stream(), run).moments("steady")["backward_peak"]["temporary"] == 200
