@@ -1,12 +1,18 @@
 """Derive the coefficient files that ship with finefit: every family of the catalogue, the graphs the planner chooses.
 
-    python scripts/derive_coefficients.py [--evaluations] [FAMILY ...]
+    python scripts/derive_coefficients.py [--missing] [FAMILY ...]
 
-Takes some minutes a family; with ``--evaluations`` only the evaluations are made anew, a minute a family. Each graph is checked against a second trace at other sizes before it is written.
+Takes some minutes a family. Each graph is checked against a second trace at other sizes before it is written. Those most
+plans need come first; with ``--missing`` what the files have is kept. Families with sizes of their own kind, as latent
+attention's, are traced model by model.
 """
 
 import contextlib
+import itertools
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 from finefit import catalog, coefficients
 from finefit.candidates import rewrite
@@ -15,41 +21,55 @@ from finefit.spec import ModelSpec
 from finefit.techniques import FusedLoss, FusedOps, Lora, Precision, QuantizedBase, Technique, Unsuitable
 from finefit.trace import main as trace
 
-KINDS = ("bf16", "bf16_mixed", "fp32")
-METHODS: tuple[list[Technique], ...] = ([], [Lora(1)], [QuantizedBase(4), Lora(1)], [QuantizedBase(8), Lora(1)])
+FULL, LORA, QLORA = (), (Lora(1),), (QuantizedBase(4), Lora(1))
+EIGHT = (QuantizedBase(8), Lora(1))
+# By how many plans have them: adapters on weights of 16 bits, on those of 32, everything trained, four bits, the rest.
+FIRST = (("bf16", LORA), ("bf16_mixed", LORA), ("bf16_mixed", FULL), ("bf16", QLORA))
+BY_MODEL = ("deepseek_v2", "deepseek_v3")
 
 
-def keys_of(spec: ModelSpec) -> set[str]:
-    """Graphs of a model: each method and precision with what the planner always uses, and the plain step."""
-    micro = Micro(1, 1, 1)
-    found: list[list[Technique]] = []
-    for kind in KINDS:
-        for method in METHODS:
-            found.append([Precision(kind), *method, FusedOps(), FusedLoss(1)])
-    found.append([Precision("fp32")])
-    graphs: set[str] = set()
-    for techniques in found:
+def graphs() -> Iterator[list[Technique]]:
+    """Each precision and method with what the planner always uses, and the plain step."""
+    rest = itertools.product(("bf16", "bf16_mixed", "fp32"), (FULL, LORA, QLORA, EIGHT))
+    for kind, method in dict.fromkeys((*FIRST, *rest)):
+        yield [Precision(kind), *method, FusedOps(), FusedLoss(1)]
+    yield [Precision("fp32")]
+
+
+def wanted(families: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(file's name, config.json or nothing, key), what most plans need first."""
+    models = [ModelSpec.from_config(model.config, model.name) for model in catalog.models()]
+    for techniques, spec in itertools.product(graphs(), models):
+        if spec.family not in families:
+            continue
+        name, config = (f"{spec.family}-{spec.digest}", spec.config) if spec.family in BY_MODEL else (spec.family, "")
         with contextlib.suppress(Unsuitable):
-            graphs.add(coefficients.key_of(rewrite(spec, micro, techniques)))
-    return {key for graph in graphs for key in coefficients.kinds_of(graph)}
+            key = coefficients.key_of(rewrite(spec, Micro(1, 1, 1), techniques))
+            yield from ((name, config, kind) for kind in sorted(coefficients.kinds_of(key), reverse=True))
 
 
 def main() -> None:
-    wanted: dict[str, set[str]] = {}
-    for model in catalog.models():
-        spec = ModelSpec.from_config(model.config, model.name)
-        wanted.setdefault(spec.family, set()).update(keys_of(spec))
-    # the catalogue has more families than are traced: a new one is named once, then its file is there
-    folders = [coefficients.SHIPPED, coefficients.EVALUATIONS]
-    words = [word for word in sys.argv[1:] if word != "--evaluations"]
-    for family in words or sorted(path.stem for path in coefficients.SHIPPED.glob("*.json")):
-        evaluations = {key for key in wanted[family] if key.endswith(" eval")}
-        parts = [wanted[family] - evaluations, evaluations]
-        for folder, keys in list(zip(folders, parts, strict=True))["--evaluations" in sys.argv :]:
-            path = folder / f"{family}.json"
-            path.unlink(missing_ok=True)
-            trace(family, str(path), *sorted(keys))
-            print(family, len(keys), "graphs,", path.stat().st_size, "bytes", flush=True)
+    words = sys.argv[1:]
+    kept = "--missing" in words
+    families = [word for word in words if word != "--missing"]
+    families = families or list(coefficients.shipped())
+    found = list(dict.fromkeys(wanted(families)))
+    for name in {name for name, *_ in found} if not kept else ():
+        (coefficients.SHIPPED / f"{name}.json.gz").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config, key in found:
+            path = coefficients.SHIPPED / f"{name}.json.gz"
+            coefficients.read.cache_clear()
+            if key in coefficients.read(path):
+                continue
+            described = Path(folder) / f"{name}.json"
+            described.write_text(config)
+            try:
+                trace(str(described) if config else name, str(path), key)
+            except Exception as error:
+                print(f"{name}: {key}: {error}", flush=True)
+            else:
+                print(f"{name}: {key}", flush=True)
 
 
 if __name__ == "__main__":

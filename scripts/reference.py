@@ -9,7 +9,6 @@ and messages are never typed by hand. Declines to write prose.
 """
 
 import inspect
-import json
 import re
 import types
 import typing
@@ -20,7 +19,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from finefit import cli, events, session
-from finefit.coefficients import SHIPPED
+from finefit.coefficients import SHIPPED, read
 from finefit.config import Config
 from finefit.config.schema import SECTIONS
 from finefit.errors import DoesNotFit
@@ -137,7 +136,7 @@ def does_not_fit() -> str:
 
 
 def _formula(kind: str, key: str) -> str:
-    graph = json.loads((SHIPPED / "llama.json").read_text("utf-8"))["graphs"][key]
+    graph = read(SHIPPED / "llama.json.gz")[key]
     name = {"kept": "forward 1", "loss": "loss"}[kind]
     section = next(s for s in graph if s["name"] == name and s["again"])
     if kind == "kept":

@@ -1,6 +1,5 @@
 """Two threads, caches of their own, traces made in this process: nothing is left in the user's folders."""
 
-import json
 import os
 from pathlib import Path
 
@@ -27,16 +26,14 @@ def traced_in_process(cache_folder):
     """What is not shipped is traced here, once, rather than in a subprocess; gives the real ``derive``."""
     real = coefficients.derive
 
-    def derive(family: str, keys: list[str], into: Path | None = None) -> None:
+    def derive(subject: str, keys: list[str], into: Path | None = None) -> None:
         from finefit import trace
 
-        file = into or coefficients._cache(family)
-        graphs = json.loads(file.read_text())["graphs"] if file.is_file() else {}
+        file = into or coefficients._cache(subject)
+        graphs = dict(coefficients.read(file))
         for key in keys:
-            sizes = trace._fitting(family, trace.MARKERS)
-            graphs[key] = trace.variants(trace.sections(trace.of_key(family, key, sizes), sizes))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"graphs": graphs}))
+            graphs[key] = trace.first_trace(trace.subject_of(subject, key), key)
+        coefficients.write(file, {"graphs": graphs})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coefficients, "derive", derive)

@@ -27,11 +27,19 @@ def config_of(family: str = "llama", **changes: Any) -> Any:
         "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 1024, "tie_word_embeddings": True,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    if family in OWN_HEADS:
+        del shape["head_dim"]
     return AutoConfig.for_model(family, **{**shape, **changes})
 
 
 # Windows smaller than the tests' sequences, soft caps that bite, blocks of every kind a family mixes.
 GEMMA = {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24, "hidden_activation": "gelu_pytorch_tanh"}
+EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
+LATENT = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FAMILIES = {
     "llama": {"tie_word_embeddings": False},
     "llama with biases": {"attention_bias": True, "mlp_bias": True},
@@ -49,7 +57,57 @@ FAMILIES = {
     "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     "phi3": {"sliding_window": 20},
     "smollm3": {"no_rope_layer_interval": 2},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "cohere": {"logit_scale": 0.25},
+    "cohere with norms of heads": {"use_qk_norm": True},
+    "deepseek_v2": {**LATENT, **EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, **EXPERTS, "q_lora_rank": 40, "first_k_dense_replace": 1},
+    "dots1": {**EXPERTS, "first_k_dense_replace": 1},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_end_index": 2},
+    "exaone": {},
+    "exaone4": {"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "gemma": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {**EXPERTS, "first_k_dense_replace": 1, "use_qk_norm": True},
+    "gpt_bigcode": {**NO_DROPOUT, "multi_query": True},
+    "gpt_neox": {},
+    "gptj": {**NO_DROPOUT, "rotary_dim": 8},
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5},
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "logits_scaling": 4.0},
+    "helium": {},
+    "internlm3": {},
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20},
+    "olmo": {"clip_qkv": 0.5},
+    "olmo2": {},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "opt": {"dropout": 0.0, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi": {},
+    "phimoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "lm_head_bias": True},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "bloom": {},
+    "falcon": {},
+    "falcon with alibi": {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    "falcon with groups": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 2},
+    "gpt2": NO_DROPOUT,
+    "gpt_neo": {
+        "attention_types": [[["global", "local", "global"], 1]], "attention_layers": ["global", "local", "global"],
+        "window_size": 20, "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0,
+    },
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20},
+    "mpt": {},
+    "nemotron": {},
+    "stablelm": {"use_qkv_bias": True},
+    "starcoder2": {"sliding_window": 20, "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }  # fmt: skip
+OWN_HEADS = (  # no head_dim
+    "bloom", "deepseek_v2", "deepseek_v3", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "olmoe",
+    "opt", "phi", "stablelm",
+)  # fmt: skip
 
 
 def family_config(name: str) -> Any:

@@ -40,7 +40,7 @@ def adapter_config(model: torch.nn.Module, base: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": first.rank, "lora_alpha": first.scale * first.rank, "lora_dropout": first.dropout, "bias": "none",
-        "target_modules": sorted({path.rpartition(".")[2] for path in layers}), "fan_in_fan_out": False,
+        "target_modules": sorted({path.rpartition(".")[2] for path in layers}), "fan_in_fan_out": first.transposed,
         "use_rslora": False, "use_dora": False, "modules_to_save": None,
     }  # fmt: skip
 

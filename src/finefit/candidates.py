@@ -77,6 +77,9 @@ class Question:
     budget: Budget
     mesh: Mesh = field(default_factory=Mesh)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "job", self.job.suited_to(self.model))
+
     def over(self, mesh: Mesh) -> "Question":
         """The same, divided over devices so."""
         return replace(self, mesh=mesh, batches=self.batches.among(mesh.data))

@@ -1,10 +1,12 @@
 """Traced coefficients: shipped for the catalogue's families, derived once and cached for anything else. Torch-free.
 
-A file holds, for a family, the sections of ``trace`` by the graph's key. ``derive`` runs the trace in a subprocess,
-because planning must not import torch; without torch it says which extra to install.
+A file holds, for a family, or for one model where a family's symbols do not explain its sizes, the sections of ``trace``
+by the graph's key. ``derive`` runs the trace in a subprocess, because planning must not import torch; without torch it
+says which extra to install.
 """
 
 import functools
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -17,10 +19,11 @@ from typing import Any
 
 from .catalog import structures
 from .errors import EngineError, ModelError, did_you_mean
+from .files import write_atomically
 from .layout import Layout
+from .spec import digest
 
 SHIPPED = Path(__file__).parent / "catalog" / "coefficients"
-EVALUATIONS = SHIPPED / "evaluation"
 Sections = list[dict[str, Any]]
 
 
@@ -30,19 +33,21 @@ def key_of(layout: Layout) -> str:
     words += [word for word, on in (("bias", layout.model.attention_bias), ("mlp_bias", layout.model.mlp_bias)) if on]
     switches = structures.switches(layout.model.family) if structures.entry_of(layout.model.family) else ()
     words += [f"{key}={value}" for key, value in layout.model.options if key in switches]
+    words += [
+        word for word, on in (("partial", layout.model.rotary_dim), ("dense_first", layout.model.dense_first)) if on
+    ]
     return " ".join(words)
 
 
 def sections_for(layout: Layout, checkpointed: str) -> Sections:
     """Sections of the graph with no block (``plain``) or every block (``checkpointed``) checkpointed, or of ``eval``."""
-    family, key = layout.model.family, _with_kind(key_of(layout), checkpointed)
-    if (found := _shipped(family).get(key)) is not None:
+    key = _with_kind(key_of(layout), checkpointed)
+    if (found := _known(layout).get(key)) is not None:
         return found  # type: ignore[no-any-return]
-    if (found := _read(_cache(family)).get(key)) is not None:
-        return found  # type: ignore[no-any-return]
-    derive(family, [key])
-    _read.cache_clear()
-    return _read(_cache(family))[key]  # type: ignore[no-any-return]
+    _traced_for(layout, key)
+    read.cache_clear()
+    _graphs.cache_clear()
+    return _known(layout)[key]  # type: ignore[no-any-return]
 
 
 def kinds_of(key: str) -> set[str]:
@@ -56,34 +61,104 @@ def _with_kind(key: str, kind: str) -> str:
 
 
 def is_traced(layout: Layout) -> bool:
-    """Whether the layout's graph is at hand, all kinds of it, without a trace."""
-    family, all_kinds = layout.model.family, kinds_of(key_of(layout))
-    known = _shipped(family).keys()
-    return all_kinds <= known or all_kinds <= known | _read(_cache(family)).keys()
+    """Whether the layout's graph is at hand, plain and checkpointed, without a trace."""
+    key = key_of(layout)
+    return {f"{key} plain", f"{key} checkpointed"} <= _known(layout).keys()
 
 
-def derive(family: str, keys: list[str], into: Path | None = None) -> None:
-    """Trace ``keys`` of ``family`` in a subprocess and add them to the file ``into`` (default: the user's cache)."""
-    command = [sys.executable, "-m", "finefit.trace", family, str(into or _cache(family)), *keys]
+def evaluation_is_traced(layout: Layout) -> bool:
+    """Whether the graph of its evaluation is at hand: a plan does without rather than wait for a trace."""
+    return _with_kind(key_of(layout), "eval") in _known(layout)
+
+
+def _known(layout: Layout) -> Mapping[str, Any]:
+    """Graphs at hand: the model's own before its family's, which only stand for what has the family's tensors."""
+    model = layout.model
+    return _graphs(model.family, model.config, not model.extra, _folder())
+
+
+@functools.lru_cache(maxsize=256)
+def _graphs(family: str, config: str, is_plain: bool, _folder: Path) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for name in reversed(_names(family, config, is_plain)):
+        found |= {**read(_cache(name)), **read(SHIPPED / f"{name}.json.gz")}
+    return found
+
+
+def _names(family: str, config: str, is_plain: bool) -> list[str]:
+    """What files may be called that hold the graphs of a model, the one of its own first."""
+    names = [f"{family}-{digest(config)}"] if config else []
+    return [*names, family] if (is_plain or not config) and structures.entry_of(family) else names
+
+
+def _traced_for(layout: Layout, key: str) -> None:
+    """Trace the family's graph, or the model's where the family's sizes are not explained by symbols."""
+    model = layout.model
+    names = _names(model.family, model.config, not model.extra)
+    why = EngineError(f"the step of a {model.family} model could not be traced: its config is not known")
+    if model.family in names:
+        try:
+            return derive(model.family, [key])
+        except EngineError as error:
+            why = error
+    if not model.config:
+        raise why
+    described = _cache(names[0]).with_suffix(".config.json")
+    write_atomically(described, model.config.encode())
+    return derive(str(described), [key], _cache(names[0]))
+
+
+def derive(subject: str, keys: list[str], into: Path | None = None) -> None:
+    """Trace ``keys`` of a family, or of a model by its config.json, in a subprocess.
+
+    They are added to the file ``into``; of a family to the user's cache if none is named.
+    """
+    command = [sys.executable, "-m", "finefit.trace", subject, str(into or _cache(subject)), *keys]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         last = next((line for line in reversed(lines) if not line.startswith("hint: ")), lines[-1])
-        known = sorted(path.stem for path in SHIPPED.glob("*.json"))
         if "Unrecognized model identifier" in last:
-            hint = did_you_mean(family, known) or "update transformers, or pick a model whose model_type it knows"
-            raise ModelError(f"transformers does not know the architecture '{family}'", hint=hint)
+            hint = did_you_mean(subject, structures.families())
+            hint = hint or "update transformers, or pick a model whose model_type it knows"
+            raise ModelError(f"transformers does not know the architecture '{subject}'", hint=hint)
+        if "finefit.errors.ModelError: " in last:
+            hint = lines[-1].removeprefix("hint: ") if lines[-1].startswith("hint: ") else ""
+            raise ModelError(last.removeprefix("finefit.errors.ModelError: "), hint=hint)
         hint = "pip install 'finefit[train]' (planning this combination needs one trace of the real model)"
         if "No module named" not in last:
-            hint = f"these families are traced already: {', '.join(known)}"
-        reason = last.removeprefix("finefit.errors.ModelError: ")
-        raise EngineError(f"the step of a {family} model could not be traced: {reason}", hint=hint)
+            hint = f"these families are traced already: {', '.join(shipped())}"
+        raise EngineError(f"the step of a {Path(subject).name} model could not be traced: {last}", hint=hint)
 
 
-def _cache(family: str) -> Path:
+def shipped() -> tuple[str, ...]:
+    """Families whose coefficients are shipped, of all their models or of some."""
+    return tuple(sorted({path.name.removesuffix(".json.gz").partition("-")[0] for path in SHIPPED.glob("*.json.gz")}))
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """The same bytes for the same data, wherever and whenever: a compressed file has no date."""
+    write_atomically(path, gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 9, mtime=0))
+
+
+@functools.cache
+def read(path: Path) -> Mapping[str, Any]:
+    """Graphs of a coefficient file, by key; empty where there is none."""
+    if not path.is_file():
+        return {}
+    data: Mapping[str, Any] = json.loads(gzip.decompress(path.read_bytes()))["graphs"]
+    return data
+
+
+def _cache(name: str) -> Path:
+    return _folder() / f"{name}-{_fingerprint()}.json.gz"
+
+
+def _folder() -> Path:
+    """Where the user's own traces are."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "finefit" / "coefficients" / f"{family}-{_fingerprint()}.json"
+    return base / "finefit" / "coefficients"
 
 
 @functools.cache
@@ -91,7 +166,7 @@ def _fingerprint() -> str:
     """What a trace depends on: the library that has the models, and our own modules and techniques."""
     here = Path(__file__).parent
     sources = [path for part in ("nn", "techniques") for path in sorted((here / part).glob("*.py"))]
-    names = ("run.py", "evaluate.py", "trace.py", "ledger.py", "poly.py", "models.py", "build.py")
+    names = ("run.py", "evaluate.py", "trace.py", "ledger.py", "poly.py", "models.py", "build.py", "reading.py")
     sources += [here / name for name in names]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     try:
@@ -99,16 +174,3 @@ def _fingerprint() -> str:
     except importlib.metadata.PackageNotFoundError:
         digest.update(b"none")
     return digest.hexdigest()[:12]
-
-
-@functools.cache
-def _shipped(family: str) -> Mapping[str, Any]:
-    return {**_read(SHIPPED / f"{family}.json"), **_read(EVALUATIONS / f"{family}.json")}
-
-
-@functools.lru_cache(maxsize=16)
-def _read(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    data: Mapping[str, Any] = json.loads(path.read_text())["graphs"]
-    return data

@@ -29,7 +29,7 @@ class Efficiency:
 # CPU: 2 cores of a Zen 4 server, torch 2.13, 2026-11-29: products at 0.9 of the 2,048-cubed rate, attention at 0.25 of
 # it, about 60 calls a block. CUDA: the usual 0.6 of the data sheet; not measured by us.
 _ON = {"cpu": Efficiency(0.9, 24, 0.25, 8e-6, 6), "cuda": Efficiency(0.6, 256, 0.4, 6e-6, 4)}
-_MULTIPLIED = ("linear", "matrix", "expert")  # roles of tensors that activations are multiplied with
+_MULTIPLIED = ("linear", "transposed", "matrix", "expert")  # roles of tensors that activations are multiplied with
 _CALLS_PER_BLOCK = 120  # forward and backward
 # A quantised weight is brought back in chunks: bytes read and written an element by its bits (codes and lookups, fp32
 # values scaled in place, the result), and operator calls a chunk.

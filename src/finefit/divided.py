@@ -10,7 +10,7 @@ plain block keeps them for backward. Torch-free.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .layout import Layout, ParamGroup
+from .layout import Layout, ParamGroup, traced_blocks
 from .sections import Section
 
 _FP32 = 4
@@ -74,6 +74,7 @@ class Divided:
         self.outer = sum(_computed(g, layout) for g in layout.groups if not _is_block(g))
         trained = [g for g in layout.groups if g.trainable]
         self.gradients = sum(_computed(g, layout) for g in blocks if g.trainable) // layout.depth
+        self.last = f"backward {traced_blocks(layout)[-1][0]}"
         self.reduced = _FP32 * sum(g.numel * g.count for g in blocks if g.trainable) // layout.depth
         whole = sum(_computed(g, layout) for g in trained)
         fresh = layout.micro_steps == 1
@@ -131,7 +132,7 @@ class Divided:
         else:
             whole = min(2, self.depth) * of_block
         follows = (
-            of_block and backward and name != "backward 2"
+            of_block and backward and name != self.last
         )  # nothing is reduced before the last block, which is first
         return self.outer + whole * self.block + self.reduced * follows
 

@@ -13,7 +13,7 @@ from typing import Any
 from . import catalog
 from .batches import Uniform
 from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, techniques_of
-from .coefficients import SHIPPED, is_traced
+from .coefficients import is_traced, shipped
 from .mesh import Mesh
 from .search import DEFAULT_BUDGET
 from .spec import HardwareSpec, JobSpec, ModelSpec
@@ -64,11 +64,11 @@ def fits(hardware: HardwareSpec, methods: Sequence[Method] = METHODS, word: str 
 
 def _models(word: str) -> Iterator[tuple[str, ModelSpec]]:
     """Every main model of a family whose coefficients are shipped, smallest first."""
-    shipped = {path.stem for path in SHIPPED.glob("*.json")}
+    families = shipped()
     found = [
         (name, ModelSpec.from_config(model.config, model.name))
         for name, model, _ in catalog.main_models()
-        if model.config["model_type"] in shipped and catalog.plain_name(word) in catalog.plain_name(name)
+        if model.config["model_type"] in families and catalog.plain_name(word) in catalog.plain_name(name)
     ]
     return iter(sorted(found, key=lambda row: row[1].num_parameters))
 

@@ -81,3 +81,14 @@ def layout_of(model: ModelSpec, micro: Micro) -> Layout:
 
 def _group(prefix: str, parameter: Parameter, count: int) -> ParamGroup:
     return ParamGroup(prefix + parameter.name, parameter.numel, count, 32, True, parameter.role, parameter.shape[0])
+
+
+def traced_blocks(layout: Layout) -> list[tuple[int, int]]:
+    """(traced block, how many are like it): first, any and last; two kinds of first ones where a mixture is dense there."""
+    depth = layout.depth
+    if depth == 1:
+        return [(0, 1)]
+    if not layout.model.dense_first:
+        return [(0, 1), (1, depth - 2), (2, 1)]
+    dense = min(len(layout.model.dense_layers), depth - 1)
+    return [(0, 1), (1, dense - 1), (2, depth - dense - 1), (3, 1)]

@@ -1,25 +1,27 @@
 """Transformers models in: built on meta, rewritten there by techniques, then filled tensor by tensor.
 
-Any ``AutoModelForCausalLM`` decoder; its code is never copied or patched. All attention goes through transformers' own
-registry under the name ``finefit``, so no mask is ever built; a batch's boundaries are passed explicitly.
+Any ``AutoModelForCausalLM`` decoder; its code is never copied or patched. Attention goes through transformers' own
+registry under the name ``finefit``, so no mask is ever built; a batch's boundaries are passed explicitly. Families that
+cannot take them keep their attention and get whole rows.
 """
 
+import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .catalog import structures
 from .errors import ModelError
-from .nn.attend import attend
+from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
 from .nn.quantised_linear import QuantisedWeight
 
-ATTENTION = "finefit"
-_TRAINED = "pick a llama, mistral, qwen, gemma, phi3 or smollm3 model"
+_PICK = "pick a model that finefit fits lists"
 Fill = Callable[[Any, torch.device], None]
 
 
@@ -35,31 +37,58 @@ def config_of(folder: Path) -> Any:
         raise ModelError(f"transformers cannot read this model: {first}", where=str(folder), hint=hint) from error
 
 
+def config_from(described: Mapping[str, Any]) -> Any:
+    """The transformers config of what a config.json holds."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**described).get_text_config()
+
+
+def sampled(config: Any, blocks: int) -> Any:
+    """A copy with that many blocks: the first ones, the first of another type of layer than the first, and the last.
+
+    Four are for a mixture whose first blocks are dense: two of these come first.
+    """
+    few, depth = copy.deepcopy(config), config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or [""] * depth
+    other = next((i for i, kind in enumerate(types) if kind != types[0]), min(1, depth - 1))
+    layers = [0, other, depth - 1] if blocks <= 3 else [0, 0, other, depth - 1]
+    for key, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == depth:
+            setattr(few, key, [value[i] for i in layers])
+    few.num_hidden_layers = blocks
+    for key in ("first_k_dense_replace", "moe_layer_start_index"):
+        if hasattr(few, key):
+            setattr(few, key, 2 if blocks > 3 else 0)
+    return few
+
+
 def on_meta(config: Any) -> Any:
-    """The model without storage, in training mode, attention routed to finefit's own."""
+    """The model without storage, in training mode, attention routed to finefit's own where the family lets it."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, attend)
-    config._attn_implementation = ATTENTION
     config.use_cache = False
+    config._attn_implementation = _attention_of(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_routed(config), attn_implementation=ATTENTION)
-    scales = {getattr(config, key, None) or 1.0 for key in ("logits_scaling", "logit_scale")}
-    if scales != {1.0} or getattr(model.get_output_embeddings(), "bias", None) is not None:
-        message = f"the logits of this '{config.model_type}' model are scaled or shifted, which the loss cannot do"
-        raise ModelError(message, hint=_TRAINED)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
     return model.train()
 
 
-def _routed(config: Any) -> Any:
-    """``config``, of a family whose attention goes through the registry; ModelError where sequences would mix."""
+def _attention_of(config: Any) -> str:
+    """finefit's own; transformers' for families known to take whole rows; ModelError where sequences would mix."""
     from transformers import AutoModelForCausalLM
 
+    family = config.model_type
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"a '{family}' model is no decoder that transformers trains on text alone", hint=_PICK)
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    if not kind._supports_attention_backend or config.model_type == "gpt_oss":  # which adds learned sinks to it
-        message = f"the attention of '{config.model_type}' models is their own and cannot be packed yet"
-        raise ModelError(message, hint=_TRAINED)
-    return config
+    if family in structures.OWN_ATTENTION:
+        # Falcon with alibi loses it on the other way where its causal mask is left to the kernel (transformers 5.24).
+        return "sdpa" if kind._supports_sdpa and not getattr(config, "alibi", False) else "eager"
+    if not kind._supports_attention_backend:
+        raise ModelError(f"the attention of '{family}' models is their own and cannot be packed yet", hint=_PICK)
+    return ATTENTION
 
 
 def fill_empty(model: Any, device: torch.device) -> None:

@@ -11,7 +11,7 @@ Monomial = str  # "T*h", sorted; "" is 1
 Poly = dict[Monomial, float]
 
 
-_WHOLE = {("d", "n"): "q", ("d", "m"): "k", ("g", "m"): "n"}
+_WHOLE = {("d", "n"): "q", ("d", "m"): "k", ("g", "m"): "n", ("B", "S"): "T"}
 
 
 def _word(symbols: list[str]) -> Monomial:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from . import phases
-from .coefficients import sections_for
+from .coefficients import evaluation_is_traced, sections_for
 from .divided import Divided, Part, parts
 from .footprint import MOMENTS, Footprint
-from .layout import Layout, Micro, ParamGroup
+from .layout import Layout, Micro, ParamGroup, traced_blocks
 from .sections import Section, numbers
 from .spec import HardwareSpec
 from .witness import nccl_bytes
@@ -54,6 +54,8 @@ def sizes_of(layout: Layout) -> dict[str, float]:
         "C": min(layout.loss_chunk or micro.labelled, micro.labelled),
         "r": layout.rank,
         "W": layout.dequantised,
+        "B": micro.tokens / micro.longest,
+        "X": model.max_position_embeddings,
         "P": sum(g.count for g in layout.groups if g.trainable),
     }
 
@@ -72,7 +74,8 @@ def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
     layout = part.layout
     fixed, sizes = states(layout), sizes_of(layout)
     found = _walked(_Walk(part, fixed, sizes), _itinerary(part))
-    found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
+    if evaluation_is_traced(layout):
+        found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
     found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
     moments = {moment: found[moment] for moment in MOMENTS if moment in found}
     reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices) if hardware else 0
@@ -90,33 +93,28 @@ def _walked(walk: "_Walk", passes: Iterator[tuple[str, str, int]]) -> dict[str, 
 def _itinerary(part: Part) -> Iterator[tuple[str, str, int]]:
     """(section, kind of graph, how often) in the order of a step. The first ``checkpointed`` blocks are so."""
     depth, k = part.layout.depth, part.checkpointed
-    outer = "checkpointed" if k == depth else "plain"
-    middle = [("checkpointed", max(0, min(k, depth - 1) - 1)), ("plain", max(0, depth - 1 - max(k, 1)))]
-    first = "checkpointed" if k else "plain"
+    outer, first = ("checkpointed" if k >= n else "plain" for n in (depth, 1))
+    blocks: list[tuple[int, str, int]] = []
+    passed = 0
+    for number, times in traced_blocks(part.layout):
+        kept = min(max(k - passed, 0), times)
+        blocks += [(number, "checkpointed", kept), (number, "plain", times - kept)]
+        passed += times
     yield "forward before", first, 1  # later stages receive what the embedding gives the first
-    yield "forward 0", first, 1
-    for kind, times in middle:
-        yield "forward 1", kind, times
-    if depth > 1:
-        yield "forward 2", outer, 1
+    for number, kind, times in blocks:
+        yield f"forward {number}", kind, times
     for name in ("forward after", "loss", "backward start") if part.is_last else ():
         yield name, outer, 1
-    if depth > 1:
-        yield "backward 2", outer, 1
-    for kind, times in reversed(middle):
-        yield "backward 1", kind, times
-    yield "backward 0", first, 1
+    for number, kind, times in reversed(blocks):
+        yield f"backward {number}", kind, times
     yield "optimizer", outer, 1
 
 
 def _evaluation(part: Part) -> Iterator[tuple[str, str, int]]:
     """The same of a held-out micro-batch as large: forward and loss, of which nothing is kept."""
-    depth = part.layout.depth
     yield "eval before", "eval", 1
-    yield "eval 0", "eval", 1
-    yield "eval 1", "eval", max(0, depth - 2)
-    if depth > 1:
-        yield "eval 2", "eval", 1
+    for number, times in traced_blocks(part.layout):
+        yield f"eval {number}", "eval", times
     for name in ("eval after", "eval loss") if part.is_last else ():
         yield name, "eval", 1
 
@@ -147,7 +145,9 @@ class _Walk:
 
     def through(self, name: str, kind: str, times: int) -> None:
         if kind not in self.tables:
-            self.tables[kind] = numbers(sections_for(self.layout, kind), self.again, self.sizes)
+            table = self.tables[kind] = numbers(sections_for(self.layout, kind), self.again, self.sizes)
+            if len(self.tables) == 1 and "held" in table:  # tables kept as buffers, in every kind the same
+                self._add(table["held"].end, 1)
         section = self.tables[kind].get(name)
         moment, block = _place(name)
         if section is not None and self.divided:

@@ -9,13 +9,15 @@ Shapes: B rows, S columns, T = B·S tokens, L labelled tokens, h hidden.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from .data.micro import width
 from .ledger import Ledger, NoLedger
+from .nn.attend import ATTENTION
+from .nn.chunked_loss import Logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,11 @@ Example = tuple[Sequence[int], Sequence[int]]  # token ids, 1 where the token is
 
 def plain_loss(model: Any, hidden_bsh: Tensor, batch: MicroBatch) -> Tensor:
     """Sum of cross-entropy over labelled tokens from full fp32 logits, as transformers computes it."""
-    logits = model.get_output_embeddings()(hidden_bsh)
-    softcap = getattr(model.config, "final_logit_softcapping", None)
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+    logits, form = model.get_output_embeddings()(hidden_bsh), Logits.of(model.config)
+    if form.scale != 1.0:
+        logits = logits * form.scale
+    if form.softcap is not None:
+        logits = torch.tanh(logits / form.softcap) * form.softcap
     target = torch.full((logits.shape[0] * logits.shape[1],), -100, dtype=torch.long, device=logits.device)
     target[batch.row_l] = batch.label_l
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), target, ignore_index=-100, reduction="sum")
@@ -94,9 +97,15 @@ class Run:
 
 def blocks_of(model: Any) -> nn.ModuleList:
     """The decoder blocks, in order."""
-    blocks = model.get_decoder().layers
+    decoder = model.get_decoder()
+    blocks = next(getattr(decoder, name) for name in ("layers", "h", "blocks") if hasattr(decoder, name))
     assert isinstance(blocks, nn.ModuleList)
     return blocks
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """A linear layer: no router that inherits from one and gives its choices instead (Phi 3.5 MoE)."""
+    return isinstance(module, nn.Linear) and "Router" not in type(module).__name__
 
 
 def trainable(model: Any) -> list[nn.Parameter]:
@@ -106,8 +115,9 @@ def trainable(model: Any) -> list[nn.Parameter]:
 def summed_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
     """Forward of one micro-batch: fp32 sum of cross-entropy over its labelled tokens."""
     with run.context():
-        hidden = run.model.get_decoder()(
-            input_ids=batch.ids_bs, position_ids=batch.position_bs, bounds=batch.bounds, use_cache=False
-        ).last_hidden_state
+        told = {"position_ids": batch.position_bs, "bounds": batch.bounds}
+        if run.model.config._attn_implementation != ATTENTION:
+            told = {}  # every row is one sequence, from its first position on
+        hidden = run.model.get_decoder()(input_ids=batch.ids_bs, use_cache=False, **told).last_hidden_state
         (ledger or NoLedger()).mark("loss")
         return run.loss(run.model, hidden, batch)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from .files import write_atomically
+from .run import is_linear
 
 Row = tuple[str, tuple[int, ...], str]
 # Attributes by which transformers' configuration classes answer, whatever config.json calls them.
@@ -57,8 +59,10 @@ def _role(name: str, parameter: nn.Parameter, owner: nn.Module) -> str:
         return "expert"  # a stack, one slice an expert; its biases are matrices
     if name.endswith("bias"):
         return "bias"
-    if isinstance(owner, nn.Linear):
+    if is_linear(owner):
         return "linear"
+    if isinstance(owner, Conv1D):
+        return "transposed"
     return "matrix" if parameter.dim() > 1 and "Norm" not in type(owner).__name__ else "norm"
 
 

@@ -7,15 +7,17 @@ weights.
 
 Symbols of shapes, used by every formula of the project (`ModelSpec.symbols()`):
 h hidden size, q query width (heads x head_dim), k key/value width, f MLP width, n heads, m key/value heads, d head_dim,
-V vocabulary; of a mixture of experts also E experts, K experts per token, w width of an expert, s width of the shared
+V vocabulary; of a partly turned head p dimensions are turned; of a mixture of experts also E experts, K experts per token, w width of an expert, s width of the shared
 experts together.
 """
 
 import dataclasses
 import functools
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,11 +29,16 @@ from .hardware import HardwareSpec
 
 __all__ = ["BlockKind", "HardwareSpec", "JobSpec", "ModelSpec", "Parameter", "Role", "resolve_model"]
 
-Role = Literal["linear", "norm", "bias", "embedding", "head", "expert", "matrix"]
-"""linear: the weight of an ``nn.Linear``; expert: a stack with one slice an expert; matrix: any other, as a router's."""
+Role = Literal["linear", "transposed", "norm", "bias", "embedding", "head", "expert", "matrix"]
+"""linear: the weight of an ``nn.Linear``; transposed: of GPT-2's ``Conv1D``, a linear stored (inputs, outputs);
+expert: a stack with one slice an expert; matrix: any other, as a router's."""
+_SAYS_NOTHING = (
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "pad_token_id", "quantization_config", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.(.+)")
 _MIXTURE = ("num_experts", "experts_per_token", "moe_intermediate_size", "shared_intermediate_size", "dense_layers",
-            "options")  # fmt: skip
+            "options", "rotary_dim", "config")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,10 @@ class ModelSpec:
     """MLP width of the experts that every token passes, together."""
     dense_layers: tuple[int, ...] = ()
     """Blocks without experts in a model that has them."""
+    rotary_dim: int = 0
+    """Dimensions of a head that rotary positions turn; 0 where it is all of them, or none."""
+    config: str = field(default="", compare=False, repr=False)
+    """The config.json it was read from, as text: what a trace of this very model is made from."""
     options: tuple[tuple[str, int], ...] = ()
     """Other keys of the config that the family's template names, as (key, value) pairs."""
 
@@ -107,7 +118,7 @@ class ModelSpec:
         """Read a transformers config.json (a nested ``text_config`` too); ModelError names what is missing."""
         fields = fields_of_config(config, name)
         extra = tuple(Parameter(*row) for row in fields.pop("rows", ()))
-        return cls(name=name, **fields, extra=extra)
+        return cls(name=name, **fields, extra=extra, config=json.dumps(dict(config), sort_keys=True, default=str))
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Self:
@@ -119,6 +130,21 @@ class ModelSpec:
             return spec  # packed tensors have other names and shapes; the config's are the model's
         headers, why_not = folders.read_headers(folder)
         return spec._compared_with(headers) if headers else spec.with_note(why_not)
+
+    @property
+    def digest(self) -> str:
+        """Names what of the config says how the model is built."""
+        return digest(self.config)
+
+    @property
+    def dense_first(self) -> bool:
+        """Whether a mixture begins with dense blocks, and has no other dense ones."""
+        return bool(self.dense_layers) and self.dense_layers == tuple(range(len(self.dense_layers)))
+
+    @property
+    def packs(self) -> bool:
+        """Whether several examples can lie in one row, blind to each other."""
+        return self.family not in structures.OWN_ATTENTION
 
     @property
     def q_width(self) -> int:
@@ -182,8 +208,8 @@ class ModelSpec:
         return (*shape.before, *shape.after)
 
     def linears(self) -> tuple[Parameter, ...]:
-        """Weights of the linear layers of any block: what LoRA may adapt and a quantiser may pack."""
-        return tuple(p for p, _ in self.block_tensors() if p.role == "linear")
+        """Weights of the linear layers of any block: what LoRA may adapt."""
+        return tuple(p for p, _ in self.block_tensors() if p.role in ("linear", "transposed"))
 
     def symbols(self) -> dict[str, int]:
         """Values of the legend at the top of this file."""
@@ -191,6 +217,8 @@ class ModelSpec:
             "h": self.hidden_size, "q": self.q_width, "k": self.kv_width, "f": self.intermediate_size,
             "n": self.num_attention_heads, "m": self.num_key_value_heads, "d": self.head_dim, "V": self.vocab_size,
         }  # fmt: skip
+        if self.rotary_dim:
+            symbols["p"] = self.rotary_dim
         if self.num_experts:
             symbols |= {
                 "E": self.num_experts, "K": self.experts_per_token, "w": self.moe_intermediate_size,
@@ -261,6 +289,12 @@ class JobSpec:
         """The value the user fixed for ``key``, or None where the planner is free."""
         return dict(self.pins).get(key)
 
+    def suited_to(self, model: ModelSpec) -> Self:
+        """Without packing where the model cannot have it, unless the user insists."""
+        if model.packs or self.pin("packing") is not None:
+            return self
+        return dataclasses.replace(self, pins=(*self.pins, ("packing", "false")))
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -278,6 +312,12 @@ def resolve_model(text: str) -> ModelSpec:
     if found.is_dir():
         return dataclasses.replace(ModelSpec.from_folder(found), name=folders.repository_name(found))
     return ModelSpec.from_config(folders.read_config(found), folders.repository_name(found.parent))
+
+
+def digest(config: str) -> str:
+    """A short name for what of a config.json says how the model is built."""
+    said = {key: value for key, value in json.loads(config).items() if key not in _SAYS_NOTHING}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)

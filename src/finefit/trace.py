@@ -1,30 +1,33 @@
 """The traced step: what a step of the real, rewritten model allocates, as exact polynomials in its sizes.
 
-A shallow model of the family (three blocks: first, any, last) is built with sizes that no two symbols share, rewritten
-by the real techniques and stepped under fake tensors while the ledger watches. Every allocation's shape is read back as
-symbols, so one trace holds for every model of the family, every length and every depth: the middle block's sections
-are repeated. What is kept of a section is its end and the landmarks inside it that no other landmark dominates.
-A second trace at other sizes must equal the polynomials to the byte (``check``). An evaluation is traced in the same
-way, of forward and loss alone.
+A shallow model (three blocks: first, any, last) is rewritten by the real techniques and stepped under fake tensors while
+the ledger watches. Every allocation's shape is read back as symbols (``reading``), so one trace holds for every length
+and every depth: the middle block's sections are repeated. A family's trace holds for every model of the family; where
+its sizes are not enough to say what is there, a model is traced as it is, and only what a run brings is a symbol.
+Mixtures whose first blocks are dense have two of them before the others. What is kept of a section is its end and the
+landmarks inside it that no other landmark dominates. A second trace at other sizes must equal the polynomials to the
+byte (``check``). An evaluation is traced in the same way, of forward and loss alone.
 
-Declines models whose blocks differ (they are traced at the real config), and what kernels hold inside one operator.
+Declines what kernels hold inside one operator.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import evaluate, models
+from . import coefficients, evaluate, models
 from .build import Optimizing, optimizer_of, rewritten
-from .files import write_atomically
+from .fakes import query_block, without_values
 from .layout import Micro
 from .ledger import Ledger, NoLedger, block_marks
-from .poly import Poly, dominates, plus, times, value
+from .poly import Poly, dominates, plus, value
+from .reading import NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
 from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
-from .stream import Entry
 from .techniques import (
     Checkpointing,
     Clipping,
@@ -40,17 +43,17 @@ from .techniques.quantized_base import FORMS
 
 BLOCKS = 3
 TRACED = ("activation", "temporary", "gradient")
-# Sizes to read symbols back from: all distinct, also in the sums and products that occur. A chunk of a quantised weight
-# is as large as the smallest weight there, h·k: a multiple of 16,384 that divides the others, so that no last chunk has
-# a size of its own.
-MARKERS = {
-    "T": 257, "S": 256, "Q": 128, "L": 62, "C": 31, "h": 960, "n": 15, "m": 3, "d": 768, "f": 6912, "V": 211, "r": 17,
-}  # fmt: skip
-OTHERS = {
-    "T": 385, "S": 384, "Q": 128, "L": 92, "C": 46, "h": 320, "n": 10, "m": 2, "d": 128, "f": 1408, "V": 1531, "r": 6,
-}  # fmt: skip
-# Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three.
-_KINDS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
+HELD = "own buffers"
+# Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three. Granite's factor on the
+# logits is 1 where its config does not say one, and every model's says one.
+_KINDS: dict[str, dict[str, Any]] = {
+    "gpt_neo": {
+        "attention_types": [[["global", "local", "global"], 1]],
+        "attention_layers": ["global", "local", "global"],
+    },
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    **{family: {"logits_scaling": 8.0} for family in ("granite", "granitemoe")},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +65,57 @@ class Section:
     landmarks: list[dict[str, Poly]]
 
 
-def derived(sizes: Mapping[str, int]) -> dict[str, int]:
-    """All symbols from the independent ones."""
-    width = sizes["m"] * sizes["d"]
-    return {
-        **sizes, "q": sizes["n"] * sizes["d"], "k": width, "g": sizes["n"] // sizes["m"], "W": sizes["h"] * width
-    }  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is traced: ``config`` makes its transformers config for given sizes and flags of the graph's key."""
+
+    config: Callable[[Mapping[str, int], Mapping[str, Any]], Any]
+    sizes: tuple[dict[str, int], dict[str, int]]
+    """Of the first trace and of the one that checks it."""
+    reader: type[Reader]
 
 
-def config_for(family: str, sizes: Mapping[str, int], flags: Mapping[str, Any]) -> Any:
-    """A transformers config of ``family`` with these sizes and three blocks."""
-    from transformers import AutoConfig
-
-    common = {
-        "hidden_size": sizes["h"], "intermediate_size": sizes["f"], "num_attention_heads": sizes["n"],
-        "num_key_value_heads": sizes["m"], "head_dim": sizes["d"], "vocab_size": sizes["V"],
-        "num_hidden_layers": BLOCKS, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
-    return AutoConfig.for_model(family, **{**common, **_KINDS.get(family, {}), **flags})
+def subject_of(name: str, key: str) -> Subject:
+    """A family by its name, or a model by the path of its config.json."""
+    path = Path(name)
+    return model_of(json.loads(path.read_text()), key) if path.suffix == ".json" else family_of(name, key)
 
 
-def batch_of(micro: Micro) -> MicroBatch:
-    """A packed row of that many tokens, in sequences of the longest's length and one of the rest; values do not matter."""
+def family_of(family: str, key: str) -> Subject:
+    """Any model of a family."""
+    words = key.split()
+
+    def config(sizes: Mapping[str, int], flags: Mapping[str, Any]) -> Any:
+        from transformers import AutoConfig
+
+        common = family_config(family, sizes, words, _blocks(words))
+        return AutoConfig.for_model(family, **{**common, **_KINDS.get(family, {}), **flags})
+
+    return Subject(config, sizes_of_family(family, words), Reader)
+
+
+def model_of(described: Mapping[str, Any], key: str) -> Subject:
+    """One model, by its config.json: its blocks are one of each kind that there is."""
+    config = models.config_from(described)
+    layers = models.sampled(config, _blocks(key.split()))
+    with torch.device("meta"):
+        shapes = [p.shape for p in models.on_meta(layers).parameters()]
+    return Subject(lambda _sizes, _flags: models.sampled(config, _blocks(key.split())),
+                   sizes_of_run(size for shape in shapes for size in shape), NumberReader)  # fmt: skip
+
+
+def _blocks(words: Sequence[str]) -> int:
+    return BLOCKS + ("dense_first" in words)
+
+
+def batch_of(micro: Micro, columns: int = 0) -> MicroBatch:
+    """A packed row of that many tokens, in sequences of the longest's length and one of the rest; values do not matter.
+
+    Rows of so many columns, if that is said.
+    """
     bounds = (*range(0, micro.tokens, micro.longest), micro.tokens)
     zeros, index = torch.zeros(1, micro.tokens, dtype=torch.long), torch.zeros(micro.labelled, dtype=torch.long)
+    zeros = zeros.view(-1, columns or micro.tokens)
     return MicroBatch(zeros, zeros.clone(), bounds, index, index.clone(), micro.tokens)
 
 
@@ -138,7 +167,9 @@ def own_state(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
         ledger.own(module.parameters(), "parameter")
         ledger.own((t for p in module.parameters() for t in run.optimizer.state[p].values()), "optimizer_state")
     ledger.own((p.grad for p in run.model.parameters()), "gradient")
-    ledger.own((*batch.tensors(), *run.model.buffers()), "input")
+    ledger.own(batch.tensors(), "input")
+    ledger.mark(HELD)
+    ledger.own(run.model.buffers(), "input")
 
 
 def traced(
@@ -150,14 +181,15 @@ def traced(
     """The ledger of one fake step (or of one evaluation) at these sizes."""
     ledger = Ledger()
     run = rewritten(config, techniques, torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), query_block(sizes["Q"]), without_values():
         models.fill_empty(run.model, run.device)
         run.optimizer = optimizer_of(run, Optimizing())
-        step(run, batch_of(Micro(sizes["T"], sizes["S"], sizes["L"])), ledger)
+        micro = Micro(sizes["T"], sizes["S"], sizes["L"])
+        step(run, batch_of(micro, sizes["S"] if "B" in sizes else 0), ledger)
     return ledger
 
 
-def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
+def sections(ledger: Ledger, sizes: Mapping[str, int], reader_type: type[Reader] = Reader) -> list[Section]:
     """The ledger's sections with every allocation read back as symbols.
 
     What a block's forward made and a section outside the blocks frees grows with depth, and what came before the blocks
@@ -165,8 +197,14 @@ def sections(ledger: Ledger, sizes: Mapping[str, int]) -> list[Section]:
     applied once for each block of that kind.
     """
     gradients = sum(entry.owner == "gradient" for entry in ledger.entries)
-    reader = _Reader({**sizes, "P": gradients})
+    reader = reader_type({**sizes, "P": gradients})
     found: list[Section] = []
+    held: Poly = {}  # tables a model has beside its parameters: of positions, of what attention sees
+    for entry in ledger.entries:
+        if ledger.sections[entry.section] == HELD and len(entry.shape) > 1:
+            held = plus(held, reader.bytes_of(entry, HELD))
+    if held:
+        found.append(Section("held", {"input": held}, []))
     for name, events in ledger.by_section():
         now: dict[str, Poly] = {}
         landmarks: list[dict[str, Poly]] = []
@@ -220,24 +258,24 @@ def _total(parts: Mapping[str, Poly]) -> Poly:
     return out
 
 
-def graph(family: str, key: str) -> list[dict[str, Any]]:
+def graph(subject: Subject, key: str) -> list[dict[str, Any]]:
     """The sections a key of ``coefficients`` stands for, as JSON, checked against a second trace at other sizes."""
-    first, second = (_fitting(family, sizes) for sizes in (MARKERS, OTHERS))
-    found = variants(sections(of_key(family, key, first), first))
-    check(found, of_key(family, key, second), second)
+    found = first_trace(subject, key)
+    check(found, _ledger_of(subject, key, subject.sizes[1]), subject.sizes[1])
     return found
 
 
-def of_key(family: str, key: str, sizes: Mapping[str, int]) -> Ledger:
-    """The ledger of what a key of ``coefficients`` stands for, at these sizes."""
+def first_trace(subject: Subject, key: str) -> list[dict[str, Any]]:
+    """The same, not checked."""
+    first = subject.sizes[0]
+    return variants(sections(_ledger_of(subject, key, first), first, subject.reader))
+
+
+def _ledger_of(subject: Subject, key: str, sizes: Mapping[str, int]) -> Ledger:
+    """What a key of ``coefficients`` stands for, at these sizes."""
     techniques, flags = _of_key(key)
     step = run_evaluation if key.endswith(" eval") else run_step
-    return traced(config_for(family, sizes, flags), techniques(sizes), sizes, step)
-
-
-def _fitting(family: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Phi-3's head size is hidden size / heads, always: there the query width is the hidden size."""
-    return {**sizes, "h": sizes["n"] * sizes["d"]} if family == "phi3" else dict(sizes)
+    return traced(subject.config(sizes, flags), techniques(sizes), sizes, step)
 
 
 def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
@@ -247,7 +285,7 @@ def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
     for section in found:
         seen += section.name == "forward before"
         name = section.name
-        again = None if name in ("optimizer", "end") or name.endswith(" end") or "eval" in name else seen > 1
+        again = None if name in ("held", "optimizer", "end") or name.endswith(" end") or "eval" in name else seen > 1
         if _is_outside(name) or not (section.end or section.landmarks):
             continue
         if name.endswith(" after") and out and out[-1]["name"] == name:
@@ -258,7 +296,7 @@ def variants(found: Sequence[Section]) -> list[dict[str, Any]]:
 
 def check(found: Sequence[Mapping[str, Any]], ledger: Ledger, at: Mapping[str, int]) -> None:
     """Every section's end and highest point at other sizes equal the polynomials, to the byte."""
-    sizes = {**derived(at), "P": sum(entry.owner == "gradient" for entry in ledger.entries)}
+    sizes = {**(derived(at) if "h" in at else at), "P": sum(entry.owner == "gradient" for entry in ledger.entries)}
     numbers: list[tuple[str, int, int]] = []
     for name, events in ledger.by_section():
         now = top = 0
@@ -271,7 +309,7 @@ def check(found: Sequence[Mapping[str, Any]], ledger: Ledger, at: Mapping[str, i
     read = [
         (s["name"], value(_total(s["end"]), sizes), max((value(_total(m), sizes) for m in s["landmarks"]), default=0))
         for s in found
-        if not s["name"].startswith("late")
+        if not s["name"].startswith(("late", "held"))
     ]
     kept = [n for n in numbers if not _is_outside(n[0]) and (n[1] or n[2])]
     for (name, end, top), (_, read_end, read_top) in zip(kept, read, strict=True):
@@ -291,8 +329,11 @@ def _of_key(key: str) -> tuple[Any, dict[str, Any]]:
     targets = next((tuple(w.removeprefix("targets=").split(",")) for w in words if w.startswith("targets=")), ())
 
     def techniques(sizes: Mapping[str, int]) -> list[Technique]:
-        chosen: list[Technique] = [Precision(words[0]), Packing(), Clipping()]  # type: ignore[arg-type]
-        chosen += [QuantizedBase(*form, derived(sizes)["W"]) for word, form in FORMS.items() if word in words]
+        chosen: list[Technique] = [Precision(words[0]), Clipping()]  # type: ignore[arg-type]
+        chosen += [] if "B" in sizes else [Packing()]
+        chosen += [
+            QuantizedBase(*form, sizes.get("W") or derived(sizes)["W"]) for word, form in FORMS.items() if word in words
+        ]
         if "lora" in words:
             chosen.append(Lora(sizes["r"], dropout=0.1 if "dropout" in words else 0.0, targets=targets))
         if "fused_ops" in words:
@@ -300,65 +341,22 @@ def _of_key(key: str) -> tuple[Any, dict[str, Any]]:
         if "fused_loss" in words:
             chosen.append(FusedLoss(sizes["C"]))
         if words[-1] == "checkpointed":
-            chosen.append(Checkpointing(BLOCKS))
+            chosen.append(Checkpointing(_blocks(words)))
         return chosen
 
     return techniques, flags
 
 
-class _Reader:
-    """Reads a shape back as a polynomial; a size that is no symbol, sum or product of them is an error of the trace."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        s = derived(sizes)
-        words = [w for w in s if w != "q" or s["q"] != s["h"]]
-        width = "h" if s["q"] == s["h"] else "q"
-        pairs: list[tuple[int, Poly]]
-        pairs = [(s[word], {word: 1}) for word in words]
-        pairs += [(s["g"] * s["Q"], {"Q*g": 1}), (s["d"] // 2, {"d": 0.5}), (2 * s["f"], {"f": 2})]
-        pairs += [(2 * s["r"], {"r": 2}), (3 * s["r"], {"r": 3})]  # layers that read one input share a product
-        pairs += [(s["q"] + 2 * s["k"], {width: 1, "k": 2}), (1, {"": 1}), (2, {"": 2}), (4, {"": 4})]
-        pairs += [(s["W"] // 2, {"W": 1 / 2}), (s["W"] // 64, {"W": 1 / 64}), (64, {"": 64})]  # bytes, scales, blocks
-        self.table: dict[int, Poly] = dict(pairs)
-        assert len(self.table) == len(pairs), "two symbols of the trace share a size"
-        self.sizes = s
-
-    def bytes_of(self, entry: Entry, section: str) -> Poly:
-        if not entry.n_bytes:
-            return {}
-        if section == "optimizer" and not entry.shape:
-            return {"P": entry.itemsize / self.sizes["P"]}  # a norm of each gradient, a scalar each
-        numel = 1
-        poly: Poly = {"": entry.itemsize}
-        for size in entry.shape:
-            numel *= size
-            poly = times(poly, self._dimension(size))
-        if numel * entry.itemsize == entry.n_bytes:
-            return poly
-        return times({"": entry.itemsize}, self._dimension(entry.n_bytes // entry.itemsize))
-
-    def _dimension(self, size: int) -> Poly:
-        if size in self.table:
-            return self.table[size]
-        for known, poly in self.table.items():
-            if known > 4 and size % known == 0 and size // known in self.table:
-                return times(poly, self.table[size // known])
-        raise ValueError(f"a traced tensor has a size of {size}, which none of {self.sizes} explain")
-
-
-def main(family: str, path: str, *keys: str) -> None:
-    """Add the graphs of ``keys`` to the coefficient file at ``path``."""
-    import json
-    from pathlib import Path
-
+def main(subject: str, path: str, *keys: str) -> None:
+    """Add the graphs of ``keys`` to the coefficient file at ``path``; ``subject`` is a family or a model's config.json."""
     import transformers
 
     file = Path(path)
-    known = json.loads(file.read_text())["graphs"] if file.is_file() else {}
+    known = dict(coefficients.read(file))
     for key in keys:
-        known[key] = graph(family, key)
+        known[key] = graph(subject_of(subject, key), key)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    write_atomically(file, json.dumps({"versions": versions, "graphs": known}, separators=(",", ":")).encode())
+    coefficients.write(file, {"versions": versions, "graphs": known})
 
 
 if __name__ == "__main__":

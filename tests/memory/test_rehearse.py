@@ -21,7 +21,7 @@ from finefit.techniques import (
     Precision,
     Unsuitable,
 )
-from tiny import config_of, examples_of, micro_of, predicted, run_of, spec_of
+from tiny import FAMILIES, config_of, examples_of, micro_of, predicted, run_of, spec_of
 
 USED = (
     Precision("bf16"), Lora(4, dropout=0.1), FusedOps(), Packing(), Checkpointing(2), FusedLoss(32),
@@ -157,3 +157,25 @@ def test_a_module_that_was_not_taken_over_is_noticed(part):
     setattr(blocks_of(run.model)[0], part, getattr(blocks_of(plain.model)[0], part))
     with pytest.raises(NotAsPlanned, match=f"layers.0.{part}"):
         FusedOps().verify(run, Ledger())
+
+
+# What the shipped graphs are of: switches as most models of a family have them; BLOOM's sizes follow from its width.
+BUILT = {
+    "gpt_neox": {"attention_bias": True}, "phi": {}, "qwen3_moe": {}, "dots1": {}, "gpt_oss": {}, "falcon": {},
+    "bloom": {"num_key_value_heads": 4, "intermediate_size": 256}, "stablelm": {"use_qkv_bias": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_step_of_any_family_measures_what_its_shipped_coefficients_predict(name):
+    """Partly turned heads, a head with a bias, experts, dense blocks first, rows that are not packed."""
+    tied = name in ("bloom", "falcon")
+    config = config_of(name, **{"num_hidden_layers": 4, **FAMILIES[name], "tie_word_embeddings": tied, **BUILT[name]})
+    packs = spec_of(config).packs
+    used = (Precision("bf16"), Lora(4), FusedOps(), *([Packing()] * packs), FusedLoss(8), Accumulation(2, most_steps=2))
+    run, lengths = run_of(used, config), (256,) if packs else (48, 48)
+    found = rehearse(run, examples_of(lengths), examples_of((9, 12), seed=1), used, 5)
+    said = predicted(config, used, run.collate(examples_of(lengths)), 2)
+    for moment in ("forward_end", "loss", "backward_peak", "optimizer_step"):
+        # but for rotary frequencies, counts of experts' tokens, and rows that share one row of positions
+        assert found.at(moment) == pytest.approx(said.at(moment), abs=512)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from finefit.nn.attend import Rotation
 from finefit.nn.attention import Form, SegmentAttention
-from finefit.nn.chunked_loss import ChunkedCrossEntropy
+from finefit.nn.chunked_loss import ChunkedCrossEntropy, Logits
 from finefit.nn.gated import ACTIVATIONS, GatedDown
 from finefit.nn.lora_linear import LoRALinear, _LowRank, _LowRankDropped
 from finefit.nn.norm import _RMSNorm
@@ -263,7 +263,8 @@ def plain_loss(label_l, softcap):
 
 
 def our_loss(label_l, softcap, chunk):
-    return lambda hidden_lh, weight_vh: ChunkedCrossEntropy.apply(hidden_lh, weight_vh, label_l, chunk, softcap)
+    form = Logits(softcap=softcap)
+    return lambda hidden_lh, weight_vh: ChunkedCrossEntropy.apply(hidden_lh, weight_vh, None, label_l, chunk, form)
 
 
 def labels(count, vocab=50):
@@ -277,6 +278,24 @@ def test_chunked_loss_against_fp64(chunk, softcap):
     inputs = [x.float().double() for x in (random(37, 24), random(50, 24, seed=1))]
     exact = results(plain_loss(label_l, softcap), inputs, torch.float64)
     for found, expected in zip(results(our_loss(label_l, softcap, chunk), inputs, torch.float32), exact, strict=True):
+        assert relative_error(found, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("form", [Logits(), Logits(0.0625), Logits(2.0, softcap=3.0)])
+def test_chunked_loss_of_a_shifted_and_scaled_head_against_fp64(form):
+    label_l = labels(37)
+    inputs = [x.float().double() for x in (random(37, 24), random(50, 24, seed=1), random(50, seed=2))]
+
+    def plain(hidden_lh, weight_vh, bias_v):
+        logits = form.scale * F.linear(hidden_lh, weight_vh, bias_v)
+        capped = logits if form.softcap is None else torch.tanh(logits / form.softcap) * form.softcap
+        return F.cross_entropy(capped, label_l, reduction="sum")
+
+    def ours(hidden_lh, weight_vh, bias_v):
+        return ChunkedCrossEntropy.apply(hidden_lh, weight_vh, bias_v, label_l, 16, form)
+
+    exact = results(plain, inputs, torch.float64)
+    for found, expected in zip(results(ours, inputs, torch.float32), exact, strict=True):
         assert relative_error(found, expected) <= 2e-6
 
 

@@ -3,12 +3,16 @@
 import copy
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
-from finefit import coefficients, trace
+from finefit import catalog, coefficients, reading, trace
 from finefit.errors import ModelError
+from finefit.layout import Micro, layout_of
 from finefit.poly import dominates, plus, times, value
+from finefit.reading import MARKERS, OTHERS
+from finefit.spec import ModelSpec
 from finefit.techniques import Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
 from finefit.techniques.packing import packed
 from tiny import config_of, examples_of, layout_for
@@ -26,7 +30,7 @@ def random_sizes(rng):
         "h": h, "r": rng.randint(1, h), "f": rng.randint(h, 3 * h), "V": rng.randint(h, 5 * h),
         "m": m, "n": m * rng.randint(1, 5), "d": rng.randint(1, 64),
     }  # fmt: skip
-    return {**trace.derived(given), "P": rng.randint(1, 50)}
+    return {**reading.derived(given), "P": rng.randint(1, 50)}
 
 
 def random_poly(rng, symbols="TSQLChqkfnmgdVr"):
@@ -111,25 +115,26 @@ def everything(sizes):
 
 
 def ledger_at(sizes):
-    return trace.traced(trace.config_for("llama", sizes, {"tie_word_embeddings": True}), everything(sizes), sizes)
+    config = trace.family_of("llama", EVERYTHING).config(sizes, {"tie_word_embeddings": True})
+    return trace.traced(config, everything(sizes), sizes)
 
 
 @pytest.fixture(scope="module")
 def found():
-    return trace.variants(trace.sections(ledger_at(trace.MARKERS), trace.MARKERS))
+    return trace.variants(trace.sections(ledger_at(MARKERS), MARKERS))
 
 
 def test_a_trace_holds_at_other_sizes(found):
-    sizes = {**trace.MARKERS, "T": 650, "S": 512, "L": 33, "C": 11, "h": 48, "n": 6, "d": 20, "f": 200, "V": 97, "r": 3}
+    sizes = {**MARKERS, "T": 650, "S": 512, "L": 33, "C": 11, "h": 48, "n": 6, "d": 20, "f": 200, "V": 97, "r": 3}
     trace.check(found, ledger_at(sizes), sizes)
 
 
 def test_a_trace_read_at_wrong_sizes_fails(found):
-    ledger = ledger_at(trace.OTHERS)
-    trace.check(found, ledger, trace.OTHERS)
+    ledger = ledger_at(OTHERS)
+    trace.check(found, ledger, OTHERS)
     for symbol in ("T", "h", "f", "V", "r"):
         with pytest.raises(AssertionError, match="bytes by a second trace"):
-            trace.check(found, ledger, {**trace.OTHERS, symbol: trace.OTHERS[symbol] + 1})
+            trace.check(found, ledger, {**OTHERS, symbol: OTHERS[symbol] + 1})
 
 
 def test_a_wrong_coefficient_fails(found):
@@ -137,18 +142,18 @@ def test_a_wrong_coefficient_fails(found):
     block = next(s for s in wrong if s["name"] == "forward 1")
     block["end"]["activation"]["T*h"] += 2
     with pytest.raises(AssertionError, match="forward 1"):
-        trace.check(wrong, ledger_at(trace.OTHERS), trace.OTHERS)
+        trace.check(wrong, ledger_at(OTHERS), OTHERS)
 
 
 def test_sizes_that_two_symbols_share_are_refused():
     with pytest.raises(AssertionError, match="share a size"):
-        trace._Reader({**trace.MARKERS, "P": 45, "f": trace.MARKERS["h"]})
+        reading.Reader({**MARKERS, "P": 45, "f": MARKERS["h"]})
 
 
 def test_a_size_no_symbol_explains_is_an_error(found):
-    reader = trace._Reader({**trace.MARKERS, "P": 45})
+    reader = reading.Reader({**MARKERS, "P": 45})
     with pytest.raises(ValueError, match="a size of 12345679"):
-        reader._dimension(12345679)
+        reader.dimension(12345679)
 
 
 def test_every_later_micro_batch_has_its_own_variant(found):
@@ -187,10 +192,44 @@ def test_blocks_in_the_middle_are_alike(found):
 
 @pytest.mark.parametrize("last", ["plain", "checkpointed", "eval"])
 def test_shipped_coefficients_are_what_a_trace_gives(last):
-    folder = coefficients.EVALUATIONS if last == "eval" else coefficients.SHIPPED
-    shipped = json.loads((folder / "llama.json").read_text())
-    key = next(key for key in shipped["graphs"] if key.startswith("bf16 lora") and key.endswith(last))
-    assert shipped["graphs"][key] == json.loads(json.dumps(trace.graph("llama", key)))
+    graphs = coefficients.read(coefficients.SHIPPED / "llama.json.gz")
+    key = next(key for key in graphs if key.startswith("bf16 lora") and key.endswith(last))
+    assert graphs[key] == json.loads(json.dumps(trace.graph(trace.family_of("llama", key), key)))
+
+
+def graphs_of_a_model(config, key, tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(config))
+    return trace.first_trace(trace.subject_of(str(path), key), key)
+
+
+def at_real_sizes(sections, sizes):
+    """Each section's end and highest point in bytes."""
+    tops = (max((value(trace._total(m), sizes) for m in s["landmarks"]), default=0) for s in sections)
+    return {
+        (s["name"], s["again"]): (value(trace._total(s["end"]), sizes), top)
+        for s, top in zip(sections, tops, strict=True)
+    }
+
+
+@pytest.mark.parametrize("key", ["bf16 lora fused_ops fused_loss tied plain"])
+def test_a_models_own_trace_is_its_familys_at_its_sizes(tmp_path, key):
+    model = catalog.find_model("Qwen3-0.6B")
+    spec = ModelSpec.from_config(model.config, model.name)
+    sizes = {**spec.symbols(), "g": 2, "T": 4096, "S": 1024, "Q": 128, "L": 500, "C": 128, "r": 16, "P": 99}
+    of_family = coefficients.read(coefficients.SHIPPED / "qwen3.json.gz")[key]
+    own = graphs_of_a_model(dict(model.config), key, tmp_path)
+    assert at_real_sizes(own, sizes) == at_real_sizes(of_family, sizes)
+
+
+def test_a_model_of_a_family_without_a_template_is_traced_as_it_is(tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "hyperclovax", **shape, "num_hidden_layers": 5, "vocab_size": 300, "head_dim": 16}
+    spec = ModelSpec.from_config(config, "uncatalogued")
+    layout = replace(layout_of(spec, Micro(512, 256, 100)), graph=("bf16", "fused_ops", "fused_loss"), loss_chunk=32)
+    assert not coefficients.is_traced(layout)
+    assert {s["name"] for s in coefficients.sections_for(layout, "plain")} >= {"forward 0", "forward 1", "backward 2"}
+    assert list(coefficients._cache("x").parent.glob(f"hyperclovax-{spec.digest}-*.json.gz"))
 
 
 @pytest.fixture(scope="module")
@@ -200,14 +239,13 @@ def layout():
 
 def test_a_subprocess_derives_what_this_process_does(traced_in_process, layout, tmp_path):
     key = "fp32 fused_ops fused_loss tied plain"
-    traced_in_process("llama", [key], tmp_path / "llama.json")
-    graphs = json.loads((tmp_path / "llama.json").read_text())["graphs"]
-    assert {key: coefficients.sections_for(layout, "plain")} == graphs
+    traced_in_process("llama", [key], tmp_path / "llama.json.gz")
+    assert {key: coefficients.sections_for(layout, "plain")} == coefficients.read(tmp_path / "llama.json.gz")
 
 
 def test_what_cannot_be_traced_says_why(traced_in_process, tmp_path):
     with pytest.raises(ModelError, match="does not know the architecture 'nonesuch'"):
-        traced_in_process("nonesuch", ["fp32 tied plain"], tmp_path / "nonesuch.json")
+        traced_in_process("nonesuch", ["fp32 tied plain"], tmp_path / "nonesuch.json.gz")
 
 
 def test_coefficients_are_read_once(layout):

@@ -115,9 +115,9 @@ def test_two_blocks_and_all_outside_them_are_whole_while_a_block_runs():
     layout = divided(Zero(3, 10**9), Checkpointing(24), micro=Micro(1, 1, 1))
     block = 2 * sum(p.numel for p in MODEL.block_parameters())
     outer = 2 * sum(p.numel for p in MODEL.outer_parameters())
-    gradients = 2 * 2 * 1024 * 32_000 + block  # head's and embedding's, and those of the block whose backward runs
-    reducing = 2 * block
-    assert footprint(layout).at("backward_peak") == pytest.approx(2 * block + outer + gradients + reducing, rel=0.01)
+    tables = 2 * 2 * 1024 * 32_000  # gradients of head and embedding, whole to the end
+    reducing = 2 * block  # of the first block, in fp32: its own gradients are let go, and one of the two gathered blocks
+    assert footprint(layout).at("backward_peak") == pytest.approx(block + outer + tables + reducing, rel=0.01)
 
 
 def test_data_parallel_ranks_hold_what_one_device_does():

@@ -31,10 +31,14 @@ _OTHER_BLOCKS = {
 _BIAS_KEYS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
 _ALWAYS_BIASED = ("qwen2",)  # on q, k and v, without a key that says so
 _SOFT = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# The part of a head that rotary positions turn where the config does not say: the classes' defaults (transformers 5.24).
+_TURNED = {"gpt_neox": 0.25, "stablelm": 0.25, **dict.fromkeys(("phi", "glm", "glm4", "glm4_moe", "nemotron"), 0.5)}
+_TURNED_DIM = {"gptj": 64}
 _BUILT_EXPERTS = {
     "num_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
     "moe_intermediate_size": "moe_intermediate_size",
 }  # fmt: skip
+_OWN = "its attention is its own and takes whole rows: examples are padded, not packed"
 _MEND = "mend the config.json"
 _INSTALL = "pip install 'finefit[train]'"
 
@@ -54,9 +58,10 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         text = {**text, **built["config"]}
     values = _values(text, entry, name, is_nested=config.get("text_config") is not None)
     sizes = _sizes(values, entry, name)
+    heads = _heads(values, entry, sizes, name)
     fields = {
         **sizes,
-        **_heads(values, entry, sizes, name),
+        **heads,
         **(_experts(values, entry, sizes, name) or built.get("experts", {})),
         "family": family,
         "tie_word_embeddings": _flag(values, "tie_word_embeddings", name),
@@ -67,8 +72,9 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "sliding_window": _sliding_window(values, family, name),
         "attention_softcap": _softcap(values, "attn_logit_softcapping", name),
         "logit_softcap": _softcap(values, "final_logit_softcapping", name),
+        "rotary_dim": _rotary_dim(values, family, heads["head_dim"], name),
         "options": _options(values, family, name) if entry else (),
-        "notes": _notes(config, text, built.get("source", "")),
+        "notes": _notes(config, text, (built.get("source", ""), _OWN if family in structures.OWN_ATTENTION else "")),
     }
     return {**fields, "rows": built["rows"]} if built.get("rows") else fields
 
@@ -263,6 +269,20 @@ def _sliding_window(values: Mapping[str, Any], family: str, name: str) -> int | 
     return None if switched and not values.get("use_sliding_window", False) else window
 
 
+def _rotary_dim(values: Mapping[str, Any], family: str, head_dim: int, name: str) -> int:
+    """Turned dimensions of a head, by a part of it or their number; 0 where all are, or a head's parts are its own."""
+    rope = values.get("rope_parameters")
+    said = [values.get("partial_rotary_factor"), values.get("rotary_pct") if family == "gpt_neox" else None]
+    said += [rope.get("partial_rotary_factor")] if isinstance(rope, Mapping) else []
+    part = next((number for number in said if number is not None), _TURNED.get(family, 1.0))
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise ModelError(f"{name}: the turned part of a head must be from 0 to 1, not {_shown(part)}", hint=_MEND)
+    turned = int(head_dim * part)
+    if part == 1 and ("rotary_dim" in values or family in _TURNED_DIM):
+        turned = min(head_dim, _count(values, "rotary_dim", name, _TURNED_DIM.get(family)))
+    return turned if turned < head_dim and values.get("qk_rope_head_dim") is None else 0
+
+
 def _softcap(values: Mapping[str, Any], key: str, name: str) -> float | None:
     value = values.get(key)
     if value is None:
@@ -272,8 +292,8 @@ def _softcap(values: Mapping[str, Any], key: str, name: str) -> float | None:
     return value
 
 
-def _notes(config: Mapping[str, Any], text: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    notes = [source] if source else []
+def _notes(config: Mapping[str, Any], text: Mapping[str, Any], said: tuple[str, ...]) -> tuple[str, ...]:
+    notes = [note for note in said if note]
     if config.get("text_config") is not None:
         notes.append("multimodal model: only its text part is planned")
     quantised = text.get("quantization_config")

@@ -24,6 +24,9 @@ SYMBOLS = {
     "d": "head_dim", "V": "vocab_size", "E": "num_experts", "K": "experts_per_token", "w": "moe_intermediate_size",
     "s": "shared_intermediate_size",
 }  # fmt: skip
+#: Families whose attention cannot be told where a packed row's sequences begin (transformers 5.24): it is not called
+#: through the registry, adds sinks to it (gpt_oss), or is called without what a forward was given besides (nemotron).
+OWN_ATTENTION = ("bloom", "falcon", "gpt_neo", "gpt_oss", "mpt", "nemotron", "stablelm")
 FIELDS = (*SYMBOLS.values(), "tie_word_embeddings", "attention_bias", "mlp_bias", "max_position_embeddings")
 
 

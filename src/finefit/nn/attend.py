@@ -18,6 +18,9 @@ from .attention import Form, SegmentAttention
 from .flash import PackedFlash, suits
 from .lora_linear import linears
 
+ATTENTION = "finefit"
+"""Its name in transformers' registry."""
+
 
 def attend(  # noqa: PLR0913 (transformers' signature)
     module: nn.Module,
@@ -37,9 +40,9 @@ def attend(  # noqa: PLR0913 (transformers' signature)
     form = Form(scale, sliding_window, softcap)
     if bounds is None:
         return _generating(q_bnsd, k_bmsd, v_bmsd, form), None
-    batch, heads, columns, dim = q_bnsd.shape
+    batch, heads, columns, _ = q_bnsd.shape
     out_tnd = _inside((_rows(q_bnsd), _rows(k_bmsd), _rows(v_bmsd)), bounds, form)
-    return out_tnd.view(batch, columns, heads, dim), None
+    return out_tnd.view(batch, columns, heads, -1), None
 
 
 def _rows(x_bnsd: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ def _inside(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], form: F
     kind = qkv[0].device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else qkv[2].dtype
     q_tnd, k_tmd, v_tmd = (x.to(dtype) for x in qkv)
-    on_cuda = q_tnd.is_cuda or _stands_for.get() == "cuda"
+    on_cuda = (q_tnd.is_cuda or _stands_for.get() == "cuda") and q_tnd.shape[2] == v_tmd.shape[2]
     with torch.autocast(kind, enabled=False):
         function = PackedFlash if on_cuda and suits(q_tnd, form) else SegmentAttention
         out_tnd: Tensor = function.apply(q_tnd, k_tmd, v_tmd, bounds, form)

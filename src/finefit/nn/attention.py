@@ -5,7 +5,8 @@ ever held and backward recomputes them (FlashAttention, arXiv:2205.14135, sectio
 CPU a whole score row fits). Grouped-query heads are folded into the rows of one product, so keys and values are never
 expanded. Declines dropout and custom masks.
 
-Shapes: T tokens of all sequences, n query heads, m key/value heads, g = n / m, d head size, R rows, C columns.
+Shapes: T tokens of all sequences, n query heads, m key/value heads, g = n / m, d head size (that of values may be
+another), R rows, C columns.
 """
 
 import itertools
@@ -25,7 +26,7 @@ class SegmentAttention(torch.autograd.Function):
         ctx.save_for_backward(q_tnd, k_tmd, v_tmd)
         ctx.bounds, ctx.form = bounds, form
         ahead = _ahead(q_tnd, bounds)
-        out = torch.empty(q_tnd.shape, dtype=q_tnd.dtype, device=q_tnd.device)
+        out = torch.empty(*q_tnd.shape[:2], v_tmd.shape[2], dtype=q_tnd.dtype, device=q_tnd.device)
         for block in _blocks(bounds, form):
             _attend(block, form, ahead, (q_tnd, k_tmd, v_tmd), out)
         return out

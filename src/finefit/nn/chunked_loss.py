@@ -2,12 +2,13 @@
 
 The gradient is formed while a chunk's logits are there (as in Liger-Kernel's fused linear cross-entropy), so backward
 has nothing to recompute: the loss is a *sum*, whatever comes from behind is a scalar factor. Logits are computed in the
-hidden state's type and reduced in fp32, as transformers does. Soft-capping (Gemma 2) and a logit scale are applied.
-Declines label smoothing and a z-loss.
+hidden state's type and reduced in fp32, as transformers does. A head's bias (Phi), a factor on the logits (Cohere,
+Granite) and soft-capping (Gemma 2) are applied, in this order. Declines label smoothing and a z-loss.
 
 Shapes: L labelled tokens, C rows of a chunk, h hidden, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,60 +16,93 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """What is done to the head's logits z: ``softcap·tanh(scale·z / softcap)``; ``scale·z`` without a cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "Logits":
+        """By the config of a transformers model (5.24: ``modeling_{cohere,granite,gemma2}.py`` and those like them)."""
+        times, over = (getattr(config, key, None) or 1.0 for key in ("logit_scale", "logits_scaling"))
+        scale = (
+            over if config.model_type == "hyperclovax" else times / over
+        )  # which multiplies by what others divide by
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over rows of −log softmax(hidden_Lh W_Vh^T)[label_L]; fp32 scalar."""
+    """Sum over rows of −log softmax(form(hidden_Lh W_Vh^T + bias_V))[label_L]; fp32 scalar."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_lh: Tensor, weight_vh: Tensor, label_l: Tensor, chunk: int, softcap: float | None
+        ctx: Any,
+        hidden_lh: Tensor,
+        weight_vh: Tensor,
+        bias_v: Tensor | None,
+        label_l: Tensor,
+        chunk: int,
+        form: Logits,
     ) -> Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden_lh.device)
-        dhidden = torch.empty_like(hidden_lh) if needs_hidden else None
-        dweight = torch.zeros_like(weight_vh) if needs_weight else None
+        grads = [
+            None if one is None or not needed else torch.empty_like(one) if one is hidden_lh else torch.zeros_like(one)
+            for one, needed in zip((hidden_lh, weight_vh, bias_v), ctx.needs_input_grad, strict=False)
+        ]
         weight = weight_vh.to(hidden_lh.dtype)
+        bias = None if bias_v is None else bias_v.to(hidden_lh.dtype)
         for start in range(0, hidden_lh.shape[0], chunk):
             rows = slice(start, min(start + chunk, hidden_lh.shape[0]))
-            dchunk = None if dhidden is None else dhidden[rows]
-            total += _one_chunk(hidden_lh[rows], weight, label_l[rows, None], softcap, (dchunk, dweight))
-        ctx.save_for_backward(*(grad for grad in (dhidden, dweight) if grad is not None))
+            dchunk = None if grads[0] is None else grads[0][rows]
+            total += _one_chunk(hidden_lh[rows], (weight, bias), label_l[rows, None], form, (dchunk, *grads[1:]))
+        ctx.save_for_backward(*grads)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        saved = list(ctx.saved_tensors)
-        dhidden = saved.pop(0).mul_(grads[0]) if ctx.needs_input_grad[0] else None
-        dweight = saved.pop(0).mul_(grads[0]) if ctx.needs_input_grad[1] else None
-        return dhidden, dweight, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if grad is None else grad.mul_(grads[0]) for grad in ctx.saved_tensors)
+        return (*scaled, None, None, None)
 
 
 # One chunk is one call, so that none of its logits is alive while the next chunk's are computed.
 def _one_chunk(
-    hidden_ch: Tensor, weight_vh: Tensor, label_c1: Tensor, softcap: float | None, grads: tuple[Tensor | None, ...]
+    hidden_ch: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    label_c1: Tensor,
+    form: Logits,
+    grads: tuple[Tensor | None, ...],
 ) -> Tensor:
     """The chunk's summed loss; its gradients are written into, or added to, ``grads``."""
-    dhidden_ch, dweight_vh = grads
-    logits_cv, slope = capped(F.linear(hidden_ch, weight_vh).float(), softcap)
+    dhidden_ch, dweight_vh, dbias_v = grads
+    logits_cv, slope = shaped(F.linear(hidden_ch, *head).float(), form)
     # In place: each row is read before it is written, and a second copy of the chunk would be the step's largest tensor.
     logp_cv = torch.log_softmax(logits_cv, -1, out=logits_cv)
     loss = -logp_cv.gather(1, label_c1).sum()
-    if dhidden_ch is None and dweight_vh is None:
+    if all(grad is None for grad in grads):
         return loss
     dlogits = logp_cv.exp_()
     dlogits.scatter_add_(1, label_c1, torch.full_like(label_c1, -1, dtype=dlogits.dtype))
     if slope is not None:
         dlogits.mul_(slope)
+    if form.scale != 1.0:
+        dlogits.mul_(form.scale)
+    if dbias_v is not None:
+        dbias_v.add_(dlogits.sum(0))
     dlogits = dlogits.to(hidden_ch.dtype)
     if dhidden_ch is not None:
-        torch.mm(dlogits, weight_vh, out=dhidden_ch)
+        torch.mm(dlogits, head[0], out=dhidden_ch)
     if dweight_vh is not None:
         dweight_vh.add_(dlogits.t().mm(hidden_ch))
     return loss
 
 
-def capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """``softcap·tanh(logits / softcap)`` and its slope; the logits themselves and None without a cap."""
-    if softcap is None:
+def shaped(logits: Tensor, form: Logits) -> tuple[Tensor, Tensor | None]:
+    """The logits in their form, changed in place, and the soft cap's slope; None without a cap."""
+    if form.scale != 1.0:
+        logits.mul_(form.scale)
+    if form.softcap is None:
         return logits, None
-    tanh = torch.tanh(logits.div_(softcap))
-    return tanh * softcap, 1 - tanh * tanh
+    tanh = torch.tanh(logits.div_(form.softcap))
+    return tanh * form.softcap, 1 - tanh * tanh

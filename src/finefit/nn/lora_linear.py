@@ -91,11 +91,16 @@ class _LowRankDropped(torch.autograd.Function):
 
 
 class LoRALinear(nn.Module):
-    """Takes over ``linear``'s weight (frozen) and adds ``lora_A`` (r, i) and ``lora_B`` (o, r) in fp32."""
+    """Takes over ``linear``'s weight (frozen) and adds ``lora_A`` (r, i) and ``lora_B`` (o, r) in fp32.
 
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float, dropout: float) -> None:
+    A weight stored (inputs, outputs), as GPT-2's ``Conv1D`` has it, stays so (peft: ``fan_in_fan_out``).
+    """
+
+    def __init__(self, linear: Any, rank: int, alpha: float, dropout: float) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.transposed = is_transposed(linear)
+        self.in_features: int = linear.weight.shape[0] if self.transposed else linear.in_features
+        self.out_features: int = linear.weight.shape[1] if self.transposed else linear.out_features
         self.rank, self.scale, self.dropout = rank, alpha / rank, dropout
         weight: Tensor | QuantisedWeight = linear.weight
         frozen = weight if isinstance(weight, QuantisedWeight) else nn.Parameter(weight, requires_grad=False)
@@ -105,16 +110,26 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, dtype=torch.float32, device=device))
 
+    @property
+    def matrix(self) -> "Tensor | QuantisedWeight":
+        """The weight as (outputs, inputs)."""
+        return cast("Tensor", self.weight).t() if self.transposed else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         return linears(x, (self,))[0]
 
     def dropped(self, x_ti: Tensor) -> Tensor:
         """``x_Ti`` → ``y_To`` with dropout before A."""
-        y_to = product(x_ti, self.weight, self.bias)
+        y_to = product(x_ti, self.matrix, self.bias)
         return y_to + _LowRankDropped.apply(x_ti, self.lora_A, self.lora_B, self.scale, self.dropout)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, scale={self.scale}, dropout={self.dropout}"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is stored (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -129,6 +144,6 @@ def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         if any(layer.training and layer.dropout > 0.0 for layer in adapted):
             ys = [layer.dropped(x_ti) for layer in adapted]
         else:
-            parts = [p for layer in adapted for p in (layer.weight, layer.bias, layer.lora_A, layer.lora_B)]
+            parts = [p for layer in adapted for p in (layer.matrix, layer.bias, layer.lora_A, layer.lora_B)]
             ys = _LowRank.apply(x_ti, tuple(layer.scale for layer in adapted), *parts)
     return [y_to.view(*x.shape[:-1], -1) for y_to in ys]

@@ -11,6 +11,8 @@ from ..layout import Layout
 from .base import NotAsPlanned, Technique, Unsuitable
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from ..ledger import Ledger
     from ..run import Run
 
@@ -40,10 +42,10 @@ class Checkpointing(Technique):
             return forward(*args, **kwargs)
 
         for block in list(blocks_of(run.model))[: self.blocks]:
-            # The generator's state is stored per call (5 kB): only dropout needs it back.
-            dropout = any(getattr(m, "dropout", 0.0) for m in block.modules() if hasattr(m, "lora_A"))
+            # The generator's state is stored per call (5 kB): only what draws numbers needs it back.
+            draws = any(map(_draws, block.modules()))
             forward = functools.partial(counted, block.forward)
-            block.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=dropout)
+            block.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
 
     def describe(self) -> str:
         return f"activations of {self.blocks} blocks are computed again in backward"
@@ -54,3 +56,9 @@ class Checkpointing(Technique):
             raise NotAsPlanned(
                 f"checkpointing: {seen} forwards of {self.blocks} blocks in {steps} steps, not twice each"
             )
+
+
+def _draws(module: "Module") -> bool:
+    """Whether the module's forward draws random numbers, by the rates it keeps: of dropout, of a router's jitter."""
+    rates = {**vars(module), "dropout p": getattr(module, "p", 0.0)}
+    return any(isinstance(n, float) and n > 0 for name, n in rates.items() if "dropout" in name or "jitter" in name)

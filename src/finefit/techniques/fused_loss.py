@@ -1,7 +1,7 @@
 """Vocabulary head and cross-entropy in one, in chunks of labelled tokens: full logits never exist, forward or backward.
 
-In chat data most tokens are not labelled, so most of the head's work and all of the T·V logits go. Soft-capping is
-applied. Exact: the same sum in another order. Declines label smoothing.
+In chat data most tokens are not labelled, so most of the head's work and all of the T·V logits go. A head's bias, a
+factor on the logits and soft-capping are applied. Exact: the same sum in another order. Declines label smoothing.
 """
 
 from dataclasses import dataclass, replace
@@ -34,18 +34,18 @@ class FusedLoss(Technique):
     def loss(self, model: Any, hidden_bsh: "Tensor", batch: "MicroBatch") -> "Tensor":
         import torch
 
-        from ..nn.chunked_loss import ChunkedCrossEntropy
+        from ..nn.chunked_loss import ChunkedCrossEntropy, Logits
 
         hidden_lh = hidden_bsh.flatten(0, 1).index_select(0, batch.row_l)
         kind = hidden_lh.device.type
         if torch.is_autocast_enabled(kind):
             hidden_lh = hidden_lh.to(torch.get_autocast_dtype(kind))
-        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        weight = model.get_output_embeddings().weight
-        if not torch.is_grad_enabled():
-            weight = weight.detach()  # or the function would form the head's gradient: it asks the tensor, not the mode
+        form, head = Logits.of(model.config.get_text_config()), model.get_output_embeddings()
+        weight, bias = head.weight, head.bias
+        if not torch.is_grad_enabled():  # or the function would form their gradients: it asks the tensor, not the mode
+            weight, bias = weight.detach(), bias if bias is None else bias.detach()
         with torch.autocast(kind, enabled=False):
-            total: Tensor = ChunkedCrossEntropy.apply(hidden_lh, weight, batch.label_l, self.chunk, softcap)
+            total: Tensor = ChunkedCrossEntropy.apply(hidden_lh, weight, bias, batch.label_l, self.chunk, form)
         return total
 
     def describe(self) -> str:

@@ -30,14 +30,22 @@ class Lora(Technique):
 
     def rewrite(self, layout: Layout) -> Layout:
         model = layout.model
-        linears = [(p, count) for p, count in model.block_tensors() if p.role == "linear"]
+        linears = [(p, count) for p, count in model.block_tensors() if p.role in ("linear", "transposed")]
         adapted = [(p, count) for p, count in linears if not self.targets or p.short_name in self.targets]
         self._check([p.short_name for p in model.linears()])
         frozen = tuple(replace(g, trainable=False) for g in layout.groups)
         adapters = tuple(
-            ParamGroup(f"block.{p.name}.lora_{half}", self.rank * side, count, 32, True, "linear", rows)
+            ParamGroup(
+                f"block.{p.name}.lora_{half}",
+                self.rank * side,
+                count,
+                32,
+                True,
+                "linear",
+                self.rank if half == "A" else side,
+            )
             for p, count in adapted
-            for half, side, rows in (("A", p.shape[1], self.rank), ("B", p.shape[0], p.shape[0]))
+            for half, side in zip("BA" if p.role == "linear" else "AB", p.shape, strict=True)
         )
         words = ["lora"] + (["dropout"] if self.dropout else [])
         if self.targets and set(self.targets) != {p.short_name for p in model.linears()}:
@@ -53,16 +61,15 @@ class Lora(Technique):
                 raise ConfigError(f"lora.targets: the model has no linear layer '{target}'", hint=hint)
 
     def apply(self, run: "Run") -> None:
-        from torch import nn
-
-        from ..nn.lora_linear import LoRALinear
-        from ..run import blocks_of
+        from ..nn.lora_linear import LoRALinear, is_transposed
+        from ..run import blocks_of, is_linear
 
         run.model.requires_grad_(False)
         for block in blocks_of(run.model):
             for parent in list(block.modules()):
                 for name, child in list(parent.named_children()):
-                    if isinstance(child, nn.Linear) and (not self.targets or name in self.targets):
+                    wanted = not self.targets or name in self.targets
+                    if wanted and (is_linear(child) or is_transposed(child)):
                         setattr(parent, name, LoRALinear(child, self.rank, self.alpha, self.dropout))
 
     def describe(self) -> str:

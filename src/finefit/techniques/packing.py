@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..data.micro import width
-from .base import NotAsPlanned, Technique
+from ..layout import Layout
+from .base import NotAsPlanned, Technique, Unsuitable
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 class Packing(Technique):
     name = "packing"
     exact = True
+
+    def rewrite(self, layout: Layout) -> Layout:
+        if not layout.model.packs:
+            raise Unsuitable(f"the attention of '{layout.model.family}' models is their own and takes whole rows")
+        return layout
 
     def apply(self, run: "Run") -> None:
         run.collate = packed

@@ -85,18 +85,16 @@ class QuantizedBase(Technique):
         return 4 * blocks + max(each * chunk + _BOUNDS[self.bits], scales)
 
     def apply(self, run: "Run") -> None:
-        from torch import nn
-
         from ..nn.blockwise import Tables
         from ..nn.quantised_linear import QuantisedLinear
-        from ..run import blocks_of
+        from ..run import blocks_of, is_linear
 
         device = next(run.model.parameters()).device
         tables = Tables(self.bits == 4, self.scales == "double", device)
         for block in blocks_of(run.model):
             for parent in list(block.modules()):
                 for name, child in list(parent.named_children()):
-                    if isinstance(child, nn.Linear):
+                    if is_linear(child):
                         setattr(parent, name, QuantisedLinear(child, self.bits, self.scales, self.chunk, tables))
 
     def describe(self) -> str:
@@ -105,15 +103,13 @@ class QuantizedBase(Technique):
         return f"linear weights of the blocks in {form}; a matrix again for each product, never kept"
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
-        from torch import nn
-
         from ..nn.quantised_linear import QuantisedWeight
-        from ..run import blocks_of
+        from ..run import blocks_of, is_linear
 
         linears = {
             name: module.weight
             for name, module in blocks_of(run.model).named_modules()
-            if isinstance(module, nn.Linear) or hasattr(module, "lora_A")
+            if is_linear(module) or hasattr(module, "lora_A")
         }
         other = [n for n, w in linears.items() if not (isinstance(w, QuantisedWeight) and w.bits == self.bits)]
         if other or not linears:
