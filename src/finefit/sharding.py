@@ -137,7 +137,8 @@ class Rank:
 
     def size(self, old: Entry) -> int:
         """A share of a parameter in its stored type, and of states; frozen ones are held as they are computed."""
-        if self.stage < {"parameter": 3, "optimizer_state": 1}.get(old.owner, 4) or not old.shape:
+        counts_steps = old.owner == "optimizer_state" and not old.shape
+        if self.stage < {"parameter": 3, "optimizer_state": 1}.get(old.owner, 4) or counts_steps:
             return old.n_bytes
         stored = self.stored if self.run.method == "full" else 1.0
         return round(self.share(old) * stored)
