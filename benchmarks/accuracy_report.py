@@ -20,6 +20,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+from published import CONTRADICTED  # noqa: E402
+
 from accuracy import CASES, error_of, is_right  # noqa: E402
 
 Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -126,11 +128,25 @@ def picture(pairs: Sequence[Pair]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}">{style}{"".join(out)}</svg>\n'
 
 
+def against(pairs: Sequence[Pair], words: Mapping[str, str]) -> str:
+    """Published as out of memory and said to fit, with what speaks against the one or the other."""
+    named = set(dangerous([pair for pair in pairs if pair[0]["grade"] in "AB"]))
+    rows = [f"| {words['case']} | {words['needs']} | {words['card']} | {words['why']} |", "|---|---:|---:|---|"]
+    for record, line in pairs:
+        if record["id"] in named:
+            why = CONTRADICTED.get(record["id"], words["open"])
+            cells = f"{line['needed_bytes'] / 2**30:.1f} GiB | {record['gpu_total_gib']} GiB | {why}"
+            rows.append(f"| {record['id']} ({record['source']}) | {cells} |")
+    return "\n".join(rows)
+
+
 WORDS = {
     "en": {"what": "cases", "peaks": "peaks", "median": "median error", "p90": "90th percentile", "within": "within 8 %",
-           "verdicts": "fits or not, right", "grade": "grade"},
+           "verdicts": "fits or not, right", "grade": "grade", "case": "published as out of memory", "needs": "predicted need",
+           "card": "card", "why": "what we know", "open": "not explained"},
     "zh": {"what": "案例", "peaks": "峰值数", "median": "误差中位数", "p90": "第 90 百分位", "within": "误差 8 % 以内",
-           "verdicts": "能否放下，判断正确", "grade": "等级"},
+           "verdicts": "能否放下，判断正确", "grade": "等级", "case": "公布为内存不足", "needs": "预测所需", "card": "显卡",
+           "why": "我们知道的", "open": "尚未解释"},
 }  # fmt: skip
 
 
@@ -143,6 +159,8 @@ def write(pairs: Sequence[Pair]) -> None:
         page = docs / language / "accuracy.md"
         marks = r"(<!-- published -->\n).*?\n?(<!-- /published -->)"
         text = re.sub(marks, lambda m, w=words: m[1] + table(found, w) + "\n" + m[2], page.read_text(), flags=re.S)  # type: ignore[misc]
+        marks = r"(<!-- against -->\n).*?\n?(<!-- /against -->)"
+        text = re.sub(marks, lambda m, w=words: m[1] + against(pairs, w) + "\n" + m[2], text, flags=re.S)  # type: ignore[misc]
         page.write_text(text)
 
 
