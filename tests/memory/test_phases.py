@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from finefit import checkpoint, evaluate, models, phases, predict, watch
 from finefit.adapter import write_tensors
 from finefit.build import Optimizing, load, optimizer_of, rewritten
+from finefit.candidates import rewrite
 from finefit.run import MicroBatch
-from finefit.search import rewrite
 from finefit.spec import HardwareSpec, ModelSpec
 from finefit.techniques import (
     Accumulation,
