@@ -8,9 +8,10 @@ import pytest
 
 from finefit import phases
 from finefit.batches import Uniform
+from finefit.candidates import Question
 from finefit.data.order import Order
 from finefit.plan import WARNING
-from finefit.search import Question, search
+from finefit.search import search
 from finefit.session import Data, foreseen, warnings_of
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
 from finefit.units import parse_budget
