@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check grid bench clean
+.PHONY: help demo test test-all check grid bench clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,9 +16,13 @@ demo: ## fine-tune SmolLM2-135M-Instruct on this machine, from nothing, and show
 	@$(BOOT) train
 	@sh scripts/demo.sh
 
-test: ## all tests
+test: ## the tests, but those that others of their kind stand for
 	@$(BOOT) train test
 	$(RUN)/python -m pytest
+
+test-all: ## every test (half an hour)
+	@$(BOOT) train test
+	$(RUN)/python -m pytest -m ""
 
 check: ## format, lint, types, import contract, size budget
 	@$(BOOT) train test check
@@ -31,7 +35,7 @@ check: ## format, lint, types, import contract, size budget
 
 grid: ## predicted against simulated over all 160 combinations (minutes)
 	@$(BOOT) train test
-	FINEFIT_GRID=all $(RUN)/python -m pytest tests/memory/test_simulate.py
+	FINEFIT_GRID=all $(RUN)/python -m pytest -m "" tests/memory/test_simulate.py
 
 bench: ## measure finefit's own run on the benchmark's job (writes benchmarks/results)
 	@$(BOOT) train test

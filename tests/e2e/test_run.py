@@ -146,11 +146,11 @@ def test_plan_file_is_obeyed(finefit, model, data, tmp_path):
     ("words", "expected"),
     [
         (["method=full"], "method is full, the plan has lora"),
-        (["lora.rank=8"], "lora.rank is 8, the plan has 4"),
-        (["memory.checkpointing=all"], "memory.checkpointing is 4, the plan has 3"),
-        (["memory.precision=fp32"], "memory.precision is fp32"),
-        (["train.max_grad_norm=0.5"], "train.max_grad_norm is 0.5, the plan has 1"),
-        (["memory.budget=1MiB"], "the budget is 1 MiB"),
+        pytest.param(["lora.rank=8"], "lora.rank is 8, the plan has 4", marks=pytest.mark.slow),
+        pytest.param(["memory.checkpointing=all"], "memory.checkpointing is 4, the plan has 3", marks=pytest.mark.slow),
+        pytest.param(["memory.precision=fp32"], "memory.precision is fp32", marks=pytest.mark.slow),
+        pytest.param(["train.max_grad_norm=0.5"], "train.max_grad_norm is 0.5, the plan has 1", marks=pytest.mark.slow),
+        pytest.param(["memory.budget=1MiB"], "the budget is 1 MiB", marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_of_another_run_is_refused(finefit, model, data, tmp_path, words, expected):
@@ -161,6 +161,7 @@ def test_a_plan_of_another_run_is_refused(finefit, model, data, tmp_path, words,
     assert said.startswith(f"error: {plan}: ") and expected in said and not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_is_predicted_again_for_other_data(finefit, model, data, tmp_path):
     """Made for short examples, it foresees what the long ones of this run need."""
     short, plan = write(tmp_path / "short.jsonl", chat("a", "b"), chat("c", "d")), tmp_path / "plan.json"
@@ -185,6 +186,7 @@ def test_one_process_a_run_folder(finefit, environment, model, data, tmp_path):
         first.wait()
 
 
+@pytest.mark.slow
 def test_resume_wants_the_data_the_run_began_with(finefit, model, tmp_path):
     path = write(tmp_path / "d.jsonl", *(chat(f"q{i}", f"a{i}") for i in range(20)))
     words = (*SHORT, "train.steps=2", "name=run", f"output_dir={tmp_path}")
@@ -194,6 +196,7 @@ def test_resume_wants_the_data_the_run_began_with(finefit, model, tmp_path):
     assert "not what the run began with" in finefit("resume", tmp_path / "run", expect=2).stderr
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_seed(finefit, model, data, tmp_path):
     """Two seeds leave the generator in two states, one seed in one, and the same losses."""
     words = (*SHORT, "lora.dropout=0.3", "train.steps=2", f"output_dir={tmp_path}")
@@ -253,7 +256,9 @@ BAD_DATA = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_DATA)
+@pytest.mark.parametrize(
+    "case", [case if case == "invalid JSON" else pytest.param(case, marks=pytest.mark.slow) for case in BAD_DATA]
+)
 def test_bad_data_is_one_message(finefit, model, tmp_path, case):
     rows, expected = BAD_DATA[case]
     path = write(tmp_path / "bad.jsonl", *rows)
@@ -268,8 +273,8 @@ def test_too_long_can_be_an_error(finefit, model, tmp_path):
     assert f"{path}:2" in said
 
 
-def bad(words, expected):
-    return pytest.param(words, expected, id=expected)
+def bad(words, expected, marks=()):
+    return pytest.param(words, expected, id=expected, marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +284,9 @@ def bad(words, expected):
         bad(["rank=3"], "lora.rank"),
         bad(["train.steps=many"], "train.steps"),
         bad(["memory.budget=lots"], "8GiB"),
-        bad(["lora.targets=q_prj", "method=lora"], "did you mean 'q_proj'?"),
-        bad(["memory.checkpointing=9", "method=lora"], "the model has 4"),
-        bad(["memory.micro_batch_size=99", "method=lora"], "global batch"),
+        bad(["lora.targets=q_prj", "method=lora"], "did you mean 'q_proj'?", pytest.mark.slow),
+        bad(["memory.checkpointing=9", "method=lora"], "the model has 4", pytest.mark.slow),
+        bad(["memory.micro_batch_size=99", "method=lora"], "global batch", pytest.mark.slow),
         bad(["memory.budget=300KiB", "method=lora"], "largest part"),
     ],
 )
@@ -334,9 +339,9 @@ def test_plan_is_quick_and_torch_free(environment):
     ("file", "content", "expected"),
     [
         ("config.json", '{"a":', "config.json"),
-        ("config.json", "[1]", "config.json"),
+        pytest.param("config.json", "[1]", "config.json", marks=pytest.mark.slow),
         ("tokenizer.json", "{", "tokenizer"),
-        ("tokenizer.json", None, "tokenizer"),
+        pytest.param("tokenizer.json", None, "tokenizer", marks=pytest.mark.slow),
     ],
 )
 def test_a_broken_model_folder_is_one_message(finefit, model, data, tmp_path, file, content, expected):
@@ -432,6 +437,7 @@ def test_bits_there_are_not_are_one_message(finefit, model, data, tmp_path, word
     assert expected in said and "Traceback" not in said and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_plan_of_other_bits_is_refused(finefit, model, data, tmp_path):
     plan = tmp_path / "plan.json"
     finefit("plan", model, data, *QLORA, "-o", plan)

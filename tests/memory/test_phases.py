@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from finefit import checkpoint, evaluate, models, phases, predict, watch
+from finefit import checkpoint, coefficients, evaluate, models, phases, predict, watch
 from finefit.adapter import write_tensors
 from finefit.build import Optimizing, load, optimizer_of, rewritten
 from finefit.candidates import rewrite
@@ -78,6 +78,7 @@ def both(request, folder, tmp_path_factory):
     with watch.phase("resume", run) as seen["resume"]:
         assert checkpoint.load_newest(run, checkpoints, lambda *_: None) == 1
     layout = layout_for(models.config_of(folder), techniques, batches[0])
+    coefficients.sections_for(layout, "eval")  # traced if need be: a plan would do without
     rotary = sum(buffer.untyped_storage().nbytes() for buffer in run.model.buffers())
     return predict.footprint(layout).moments, {name: one.device for name, one in seen.items()}, rotary
 

@@ -107,9 +107,12 @@ RUN = ForeignRun("transformers", "m", "lora", 2, 512, rank=8, packed=True)
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"checkpointing": "full", "accumulation": 4}, {"quantised": "nf4_double", "raised": "all", "autocast": True},
-        {"method": "full", "rank": 0, "autocast": True, "packed": False},
-        {"method": "full", "rank": 0, "optimizer_bits": 8, "trained_dtype": "bfloat16", "step_in_backward": True},
+        {"checkpointing": "full", "accumulation": 4},
+        *(pytest.param(changes, marks=pytest.mark.slow) for changes in (
+            {}, {"quantised": "nf4_double", "raised": "all", "autocast": True},
+            {"method": "full", "rank": 0, "autocast": True, "packed": False},
+            {"method": "full", "rank": 0, "optimizer_bits": 8, "trained_dtype": "bfloat16", "step_in_backward": True},
+        )),
     ],
 )  # fmt: skip
 def test_a_repeated_block_is_as_good_as_the_whole_model(changes: dict[str, Any]) -> None:
@@ -119,6 +122,7 @@ def test_a_repeated_block_is_as_good_as_the_whole_model(changes: dict[str, Any])
     assert replay(shallow.allocations()) == replay(whole.allocations())
 
 
+@pytest.mark.slow
 def test_blocks_that_alternate_are_repeated_by_their_period() -> None:
     config = {**_config("Gemma-2-2B"), "num_hidden_layers": 14}
     run = replace(RUN, attention="math")
@@ -128,7 +132,7 @@ def test_blocks_that_alternate_are_repeated_by_their_period() -> None:
 TRUTH = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-truth.json").read_text())
 
 
-@pytest.mark.parametrize("case", [0, 10, 19])
+@pytest.mark.parametrize("case", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 19))])
 def test_a_simulated_step_is_what_a_gpu_measured(case: int) -> None:
     """Peak allocated within 0.3 %: an H200, PyTorch 2.11; see benchmarks/gpu_truth.py."""
     row = next(r for r in TRUTH["rows"] if r["case"] == case)

@@ -50,7 +50,24 @@ def test_what_would_be_trained_wrongly_is_refused():
         models.on_meta(AutoConfig.for_model("t5"))
 
 
+USUAL = (
+    "llama",
+    "qwen2",
+    "gemma2",
+    "phi3",
+    "mixtral",
+    "deepseek_v2",
+    "gpt2",
+    "opt",
+    "falcon",
+    "cohere",
+)  # one of each kind
 PACKED = [name for name in FAMILIES if name.split(" ")[0] not in structures.OWN_ATTENTION]
+
+
+def usual(names):
+    """The same, those that one of the usual ones stands for marked as slow."""
+    return [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def both(techniques, name):
@@ -61,7 +78,7 @@ def both(techniques, name):
     return run, stock(family_config(name), run).eval()
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", usual(PACKED))
 def test_hidden_states_are_those_of_transformers(name):
     run, model = both(FUSED, name)
     examples = examples_of(LENGTHS)
@@ -73,7 +90,7 @@ def test_hidden_states_are_those_of_transformers(name):
             assert relative_error(hidden.last_hidden_state[0, start : start + len(ids)], expected) <= 2e-5
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", usual(FAMILIES))
 def test_loss_and_gradients_are_those_of_transformers(name):
     run, model = both((*FUSED, Checkpointing(2)), name)
     examples = examples_of(LENGTHS)
@@ -102,7 +119,7 @@ def test_the_plain_loss_is_that_of_transformers(name):
     assert worst_error(found, gradients)[0] <= 1e-5
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", usual(FAMILIES))
 def test_adapters_are_an_update_of_the_weight(name):
     """Loss and adapters' gradients from the stock model with merged weights: dA = s·B^T dW, dB = s·dW A^T."""
     run, _ = both((*FUSED, Lora(4, alpha=6.0)), name)
@@ -157,7 +174,7 @@ def test_an_adapted_model_is_pefts():
     assert worst_error(found, renamed)[0] <= 1e-5
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", usual(FAMILIES))
 def test_generating_with_a_cache_is_reading_at_once(name):
     """Without boundaries the attention is plainly causal, token by token the same as all at once."""
     run, model = both((FusedOps(), Lora(4)), name)

@@ -93,8 +93,14 @@ def test_every_technique_is_in_the_square():
     assert set(TECHNIQUES) == {Precision, *(type(t) for t in ONE_OF_EACH), *DIVIDING}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("techniques", SETS, ids=names)
+def in_every_precision():
+    """Each alone in all of them, pairs in one; the other pairs are slow."""
+    for techniques, kind in itertools.product(SETS, KINDS):
+        marks = [pytest.mark.slow] if len(techniques) > 1 and kind != "bf16_mixed" else []
+        yield pytest.param(techniques, kind, marks=marks, id=f"{names(techniques)}-{kind}")
+
+
+@pytest.mark.parametrize(("techniques", "kind"), in_every_precision())
 def test_square(techniques, kind):
     steps = next((t.most_steps for t in techniques if isinstance(t, Accumulation)), 1)
     assert_square((Precision(kind), *techniques), micro_steps=steps)
@@ -117,7 +123,7 @@ def test_square_of_what_a_plan_uses(blocks, micro_steps):
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("blocks", [0, 2, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["nf4", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "nf4")])
 def test_square_of_a_quantised_base_as_a_plan_uses_it(form, blocks, micro_steps):
     checkpointing = [Checkpointing(blocks)] if blocks else []
     base = QuantizedBase(*FORMS[form], 2**14)
