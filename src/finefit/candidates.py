@@ -80,6 +80,10 @@ class Question:
     def __post_init__(self) -> None:
         object.__setattr__(self, "job", self.job.suited_to(self.model))
 
+    def work(self, size: int, tokens: int) -> Work:
+        """Of micro-batches of at most so many examples and tokens, in rectangles where packing is switched off."""
+        return self.batches.work(size, tokens, self.job.pin("packing") == "false")
+
     def over(self, mesh: Mesh) -> "Question":
         """The same, divided over devices so."""
         return replace(self, mesh=mesh, batches=self.batches.among(mesh.data))
@@ -92,7 +96,7 @@ def over_devices(question: Question) -> Iterator[Question]:
         asked = question.over(mesh)
         try:
             size, tokens = next(splits(asked))
-            work = asked.batches.work(size, tokens, asked.job.pin("packing") == "false")
+            work = asked.work(size, tokens)
             rewrite(asked.model, work.largest[0], techniques_of(asked, size, tokens, work, 0))
         except Unsuitable as error:
             why = error
@@ -120,7 +124,7 @@ def candidates(question: Question, limit: int) -> Iterator[Candidate]:
                 hint=f"say a number up to {depth}, or all",
             )
     for size, tokens in splits(question):
-        work = question.batches.work(size, tokens, question.job.pin("packing") == "false")
+        work = question.work(size, tokens)
         if pinned is not None:
             yield candidate(question, size, tokens, work, fixed)
             continue
@@ -138,12 +142,17 @@ def candidates(question: Question, limit: int) -> Iterator[Candidate]:
             yield candidate(question, size, tokens, work, high)
 
 
+def most_blocks(question: Question) -> int:
+    """Blocks that may be checkpointed: as many as were said, else all."""
+    depth, pinned = question.model.num_hidden_layers, question.job.pin("checkpointing")
+    return depth if pinned in (None, "all", "true") else int(pinned)
+
+
 def smallest_of(question: Question) -> Candidate:
     """The smallest micro-batch with every block checkpointed that may be."""
-    depth, pinned = question.model.num_hidden_layers, question.job.pin("checkpointing")
     *_, (size, tokens) = splits(question)
-    work = question.batches.work(size, tokens, question.job.pin("packing") == "false")
-    return candidate(question, size, tokens, work, depth if pinned in (None, "all", "true") else int(pinned))
+    work = question.work(size, tokens)
+    return candidate(question, size, tokens, work, most_blocks(question))
 
 
 def splits(question: Question) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, cast, get_args
 
-from .batches import Work
 from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, splits, techniques_of
 from .coefficients import is_traced
 from .mesh import Mesh
@@ -82,10 +81,7 @@ class _Beside:
             raise TypeError("a plan says how a batch is split")
         self.size, self.tokens = split.micro_batch_size, split.micro_batch_tokens
         self.k = blocks.blocks if isinstance(blocks, Checkpointing) else 0
-        self.work = self._work(question, self.size, self.tokens)
-
-    def _work(self, question: Question, size: int, tokens: int) -> Work:
-        return question.batches.work(size, tokens, question.job.pin("packing") == "false")
+        self.work = question.work(self.size, self.tokens)
 
     def at(self, blocks: int) -> Candidate:
         return candidate(self.question, self.size, self.tokens, self.work, blocks)
@@ -105,7 +101,7 @@ class _Beside:
         for i, word in ((at + 1, "larger"), (at - 1, "smaller")):
             if 0 <= i < len(ways):
                 size, tokens = ways[i]
-                found = candidate(self.question, size, tokens, self._work(self.question, size, tokens), self.k)
+                found = candidate(self.question, size, tokens, self.question.work(size, tokens), self.k)
                 most = f"{tokens} tokens" if tokens else f"{size} examples"
                 yield self._judged(f"a {word} micro-batch, {most}", found, fixed)
 
@@ -143,7 +139,7 @@ class _Beside:
 
     def _other(self, says: str, question: Question, why: str, fixed: str) -> Neighbour:
         """The same split and blocks for a changed question; ``why`` stands where there are no coefficients."""
-        work = self._work(question, self.size, self.tokens)
+        work = question.work(self.size, self.tokens)
         techniques = techniques_of(question, self.size, self.tokens, work, self.k)
         if not is_traced(rewrite(question.model, work.largest[0], techniques)):
             return Neighbour(says, "not allowed" if fixed else "no better", fixed or why)
@@ -190,7 +186,7 @@ def _outcome(question: Question, method: Method) -> tuple[int, float]:
     """Bytes and tokens per second of the best plan with ``method``, of the smallest where none fits; zeros if unknown."""
     asked = replace(question, job=replace(question.job, method=method))
     size, tokens = next(iter(splits(asked)))
-    work = asked.batches.work(size, tokens, asked.job.pin("packing") == "false")
+    work = asked.work(size, tokens)
     try:
         both = [techniques_of(asked, size, tokens, work, k) for k in (0, asked.model.num_hidden_layers)]
         if all(is_traced(rewrite(asked.model, work.largest[0], techniques)) for techniques in both):

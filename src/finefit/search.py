@@ -15,6 +15,7 @@ from .candidates import (
     Question,
     candidate,
     candidates,
+    most_blocks,
     over_devices,
     precision_of,
     smallest_of,
@@ -166,9 +167,7 @@ def _unsuitable(question: Question, error: Unsuitable) -> ConfigError:
 
 def _least(question: Question) -> int | None:
     """Bytes of the smallest combination; None where it cannot be used on this model, or not be planned here."""
-    depth = question.model.num_hidden_layers
-    pinned = question.job.pin("checkpointing")
-    blocks = depth if pinned in (None, "all", "true") else int(pinned)
+    blocks = most_blocks(question)
     needed: list[int] = []
     for wish in _by_method(question.job):
         asked = replace(question, job=wish)
@@ -177,7 +176,7 @@ def _least(question: Question) -> int | None:
                 needed += [smallest_of(divided).predicted.total_bytes for divided in over_devices(asked)]
                 continue
             for size, tokens in splits(asked):  # a step of one micro-batch needs no gradients beside it: all are asked
-                work = asked.batches.work(size, tokens, wish.pin("packing") == "false")
+                work = asked.work(size, tokens)
                 needed.append(candidate(asked, size, tokens, work, blocks).predicted.total_bytes)
     return min(needed, default=None)
 
