@@ -40,17 +40,18 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
     """One row: plan, build, rehearse."""
     import torch
 
-    from finefit import models, session, trainer
+    from finefit import assets, examples, models, planning, session, trainer
     from finefit.build import Optimizing, build
     from finefit.config import load
     from finefit.rehearse import rehearse
+    from finefit.spec import resolve_model
 
     settings = [*overrides, "train.steps=20", "memory.micro_batch_size=2"]
     config = load(None, settings, {"model": model, "data": "stdlib-docstrings"})
-    folder = session.model_folder(model).folder
-    tokenizer = session.tokenizer_of(folder)
-    data, hardware = session.read_data(config, tokenizer), session.hardware_of(config, None)
-    plan = session.make_plan(config, session.resolve_model(str(folder)), hardware, data)
+    folder = assets.model_folder(model).folder
+    tokenizer = examples.tokenizer_of(folder)
+    data, hardware = examples.read_data(config, tokenizer), planning.hardware_of(config, None)
+    plan = planning.make_plan(config, resolve_model(str(folder)), hardware, data)
     job = session.Job(config, plan, hardware, data, tokenizer, folder, Path("."))
     rows = trainer._worst_rows(job)
     predicted = plan.predicted

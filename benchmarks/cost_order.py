@@ -44,7 +44,7 @@ def measure(model: str, settings: Sequence[str]) -> dict[str, Any]:
     """One plan: predicted and measured seconds of the timed steps. In a process of its own."""
     import torch
 
-    from finefit import models, session
+    from finefit import assets, examples, models, planning
     from finefit.batches import FromOrder
     from finefit.build import Optimizing, build
     from finefit.candidates import Question, rewrite, splits, techniques_of
@@ -52,16 +52,17 @@ def measure(model: str, settings: Sequence[str]) -> dict[str, Any]:
     from finefit.cost import seconds_per_step
     from finefit.loop import optimizer_step
     from finefit.run import trainable
+    from finefit.spec import resolve_model
 
     words = [*JOB, "hardware.device=cpu", f"train.steps={WARM + TIMED}", *(f"memory.{setting}" for setting in settings)]
     config = load(None, words, {"model": model, "data": "stdlib-docstrings"})
-    folder = session.model_folder(model).folder
-    data = session.read_data(config, session.tokenizer_of(folder))
-    hardware, spec = session.hardware_of(config, None), session.resolve_model(str(folder))
-    job = session.job_of(config, data)
+    folder = assets.model_folder(model).folder
+    data = examples.read_data(config, examples.tokenizer_of(folder))
+    hardware, spec = planning.hardware_of(config, None), resolve_model(str(folder))
+    job = planning.job_of(config, data)
     steps = [data.batch(step) for step in range(1, WARM + TIMED + 1)]
     timed = FromOrder(steps[WARM:], data.store.lengths.tolist(), data.store.labelled.tolist())
-    question = Question(spec, hardware, job, timed, session.budget_of(config, hardware))
+    question = Question(spec, hardware, job, timed, planning.budget_of(config, hardware))
     ((size, tokens),) = splits(question)
     work = timed.work(size, tokens, job.pin("packing") == "false")
     blocks = spec.num_hidden_layers if job.pin("checkpointing") == "all" else int(job.pin("checkpointing") or 0)

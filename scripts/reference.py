@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from finefit import cli, events, session
+from finefit import cli, events, planning
 from finefit.coefficients import SHIPPED, read
 from finefit.config import Config
 from finefit.config.schema import SECTIONS
@@ -129,7 +129,7 @@ def does_not_fit() -> str:
     model, gpu, overrides = TOO_LARGE
     config = cli._config([model], overrides)
     try:
-        session.make_plan(config, resolve_model(model), session.hardware_of(config, gpu), None)
+        planning.make_plan(config, resolve_model(model), planning.hardware_of(config, gpu), None)
     except DoesNotFit as error:
         return f"error: {error}".replace("; ", ";\n              ")
     raise AssertionError(f"{model} fits a {gpu}: choose another example")

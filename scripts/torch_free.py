@@ -13,7 +13,7 @@ MODULES = (
     "data.stdlib_docstrings", "data.tokens", "foreign", "config", "config.dialects", "techniques", "coefficients",
     "batches", "sections", "predict", "cost", "plan", "ways", "search", "explain", "fits", "report",
     "inventory", "terminal", "terminal.listing", "terminal.planned", "terminal.fitting", "assets", "probe", "machine",
-    "doctor", "session", "cli",
+    "doctor", "planning", "examples", "session", "cli",
 )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from . import adapter, models
 from .assets import model_folder
 from .build import rewritten
 from .errors import CheckpointError, ModelError
+from .examples import tokenizer_of
 from .plan import load as load_plan
-from .session import base_of, tokenizer_of
+from .session import base_of
 from .techniques import Lora, Precision, QuantizedBase
 
 

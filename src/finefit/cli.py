@@ -45,9 +45,9 @@ def plan(  # noqa: PLR0913 (each is an option)
     diff: Annotated[bool, typer.Option("--diff", help="compare two plan files: plan --diff A.json B.json")] = False,
 ) -> None:
     """Predict memory and choose how to train, before anything runs."""
-    from . import session
+    from . import planning
     from .spec import resolve_model
-    from .terminal import plan_view
+    from .terminal.planned import plan_view
 
     if diff:
         _show_diff(words or [])
@@ -60,10 +60,11 @@ def plan(  # noqa: PLR0913 (each is an option)
     data = None
     if config.data is not None:
         from .assets import model_folder
+        from .examples import read_data, tokenizer_of
 
-        data = session.read_data(config, session.tokenizer_of(model_folder(config.model).folder))
-    model, hardware = resolve_model(config.model), session.hardware_of(config, gpu)
-    made = session.make_plan(config, replace(model, name=session.called(config)), hardware, data)
+        data = read_data(config, tokenizer_of(model_folder(config.model).folder))
+    model, hardware = resolve_model(config.model), planning.hardware_of(config, gpu)
+    made = planning.make_plan(config, replace(model, name=planning.called(config)), hardware, data)
     if output:
         made.save(output)
     found = _verified(made, config, model, hardware, data) if verify else {}
@@ -79,7 +80,7 @@ def plan(  # noqa: PLR0913 (each is an option)
 
 def _verified(made: Any, config: Any, model: Any, hardware: Any, data: Any) -> dict[str, Any]:
     from .foretell import config_json
-    from .session import batches_of
+    from .planning import batches_of
     from .verify import verify
 
     return verify(made, config_json(config.model), model, batches_of(config, model, data), hardware).to_json()
@@ -119,7 +120,9 @@ def report(
     md: Annotated[bool, typer.Option("--md", help="print the Markdown instead")] = False,
 ) -> None:
     """What a run did: loss, memory predicted beside measured, an example before and after."""
-    from .report import summarize_run, to_markdown, to_text
+    from .report.markdown import to_markdown
+    from .report.summary import summarize_run
+    from .report.text import to_text
 
     summary = summarize_run(run)
     print(to_markdown(summary, str(run), ()) if md else to_text(summary, str(run)))
@@ -186,7 +189,7 @@ def fits(
 def _config(words: list[str], options: list[str]) -> Any:
     """A run file or MODEL [DATA], then key=value overrides; options are overrides too."""
     from .config import load
-    from .session import standing
+    from .planning import standing
 
     names = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in names]
@@ -229,7 +232,7 @@ def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: b
 
 def _carry_out(job: Any, log_format: str, resumed: bool) -> None:
     from .events import EventLog
-    from .terminal import reporter
+    from .terminal.live import reporter
 
     kinds = ("auto", "live", "plain", "json")
     if log_format not in kinds:

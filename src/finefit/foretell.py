@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import session
+from . import planning
 from .catalog import folders
 from .catalog.resolve import locate_model
 from .config import load
@@ -72,7 +72,7 @@ def _ours(foreign: Foreign, hardware: HardwareSpec) -> tuple[Plan | None, str]:
         config = load(
             None, [s for s in settings if not s.startswith(("model=", "data="))], {"model": foreign.run.model}
         )
-        return session.make_plan(config, resolve_model(foreign.run.model), hardware, None), ""
+        return planning.make_plan(config, resolve_model(foreign.run.model), hardware, None), ""
     except DoesNotFit as error:
         return None, f"does not fit: {error.message}" + (f" ({error.hint})" if error.hint else "")
     except FinefitError as error:

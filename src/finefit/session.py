@@ -11,192 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import phases
 from . import plan as plans
 from .assets import model_folder
-from .batches import Batches, FromOrder, Uniform
-from .candidates import Question, rewrite
 from .config import Config, dump, load
-from .data.order import InOrder, Order, spaced
-from .data.readers import HELD_OUT, Source, open_source
-from .data.tokens import TokenStore, prepare
-from .errors import CheckpointError, ConfigError, DataError, DoesNotFit, EngineError, ModelError
-from .explain import explained
+from .errors import CheckpointError, ConfigError, DataError, ModelError
+from .examples import Data, read_data, tokenizer_of
 from .files import hold, write_atomically
 from .hardware import HardwareSpec
-from .layout import Micro
-from .obey import Wish, limits, obeyed
-from .plan import WARNING, Plan
-from .predict import footprint
-from .search import DEFAULT_BUDGET, search
-from .spec import JobSpec, ModelSpec, resolve_model
-from .units import Budget, format_bytes, parse_budget
+from .plan import Plan
+from .planning import called, hardware_of, make_plan, obey, warnings_of
+from .spec import resolve_model
+from .units import format_bytes
 
 LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
-HELD_OUT_SHARE = 20  # one of so many examples is set aside where no held-out data is named
-EVALUATED = 64  # examples, evenly spaced over the held-out set: a quarter of a minute on two cores for a 135M model
 BASE = "base.json"  # where the run's model is
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Tokens to train on and to evaluate with, their order, and the number of steps."""
-
-    store: TokenStore
-    held_out: TokenStore
-    held_out_rows: tuple[int, ...]
-    order: Order | InOrder
-    rows: tuple[int, ...]
-    """Rows of ``store`` that are trained on, which the order counts."""
-    steps: int
-
-    def batch(self, step: int) -> list[int]:
-        """Rows of the store of one global batch."""
-        return [self.rows[i] for i in self.order.batch(step)]
-
-    def evaluated(self) -> list[int]:
-        """Rows of the held-out store that an evaluation takes."""
-        return [self.held_out_rows[i] for i in spaced(len(self.held_out_rows), EVALUATED)]
-
-    def held_out_batches(self) -> FromOrder:
-        """They as one global batch."""
-        rows = self.evaluated()
-        lengths, labelled = (of[rows].tolist() for of in (self.held_out.lengths, self.held_out.labelled))
-        return FromOrder([range(len(rows))], lengths, labelled)
-
-    def batches(self) -> FromOrder:
-        steps = [self.batch(step) for step in range(1, self.steps + 1)]
-        return FromOrder(steps, self.store.lengths.tolist(), self.store.labelled.tolist())
-
-
-def tokenizer_of(folder: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise EngineError("training needs transformers", hint="pip install 'finefit[train]'") from error
-    resolve_model(str(folder))  # says what is wrong with a config.json before transformers trips over it
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a library raises on a file it cannot read: the file is the user's
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        hint = "tokenizer.json and tokenizer_config.json are missing, damaged, or of a newer transformers"
-        raise ModelError(f"the tokenizer cannot be read: {first}", where=str(folder), hint=hint) from error
-
-
-def read_data(config: Config, tokenizer: Any) -> Data:
-    """Tokenise (or take from the cache) what is trained on and what is held out."""
-    if config.data is None:
-        raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
-    at = config.train
-
-    def store_of(source: Source) -> TokenStore:
-        return prepare(source, tokenizer, max_length=at.max_length, too_long=at.too_long)
-
-    store = store_of(open_source(config.data))
-    named = config.eval_data or (HELD_OUT if config.data == HELD_OUT.partition(":")[0] else None)
-    held_out = store_of(open_source(named)) if named else store
-    aside: tuple[int, ...] = () if named else tuple(range(0, len(store), HELD_OUT_SHARE))
-    if len(aside) == len(store):
-        aside = ()  # too few examples to set any aside: they are evaluated on what they learn
-    held_out_rows = aside or tuple(range(len(held_out)))
-    rows = tuple(sorted(set(range(len(store))) - set(aside)))
-    size = min(at.global_batch_size, len(rows))
-    order = InOrder(len(rows), size) if at.order == "as_given" else Order(len(rows), size, config.seed)
-    return Data(store, held_out, held_out_rows, order, rows, at.steps or order.steps(at.epochs))
-
-
-def hardware_of(config: Config, named: str | None) -> HardwareSpec:
-    if named:
-        return HardwareSpec.from_name(named)
-    machine = replace(HardwareSpec.of_this_machine(), count=1)  # what trains here trains on one device
-    if config.hardware.device == "cpu" and machine.kind != "cpu":
-        machine = HardwareSpec.of_cpu()
-    if config.hardware.device.startswith("cuda") and machine.kind != "cuda":
-        raise EngineError("no CUDA device is here", hint="finefit doctor says why; hardware.device=cpu runs without")
-    return machine
-
-
-def job_of(config: Config, data: Data | None) -> JobSpec:
-    at = config.train
-    job = JobSpec(
-        method=config.method, rank=config.lora.rank, alpha=config.lora.alpha, dropout=config.lora.dropout,
-        targets=config.lora.names(), precision=config.memory.precision, global_batch_size=at.global_batch_size,
-        max_length=at.max_length, longest=at.max_length, steps=at.steps or 0, seed=config.seed,
-        pins=(*config.memory.pins(), *config.qlora.pins(), ("max_grad_norm", str(at.max_grad_norm))),
-    )  # fmt: skip
-    if data is None:
-        return job
-    size = min(at.global_batch_size, len(data.rows))
-    return replace(job, longest=int(data.store.lengths.max()), steps=data.steps, global_batch_size=size,
-                   labelled_share=data.store.labelled_share)  # fmt: skip
-
-
-def budget_of(config: Config, hardware: HardwareSpec) -> Budget:
-    text = config.memory.budget
-    return parse_budget(DEFAULT_BUDGET[hardware.kind] if text == "auto" else text, hardware.memory_bytes)
-
-
-def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: Data | None) -> Plan:
-    """The search for this config; without data every example counts as long as allowed."""
-    job, batches = job_of(config, data), batches_of(config, model, data)
-    question = Question(model, hardware, job, batches, budget_of(config, hardware))
-    return foreseen(explained(question, search(question)), model, hardware, data)
-
-
-def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: Data | None) -> Plan:
-    """``plan`` with what the data adds beside the steps: the held-out examples' evaluation, and its part of the host.
-
-    What is short of memory outside the steps becomes a note that begins with WARNING.
-    """
-    predicted, warnings = plan.predicted, []
-    layout, moments = rewrite(model, Micro(1, 1, 1), plan.techniques), dict(predicted.moments)
-    if data is not None:
-        found = [footprint(rewrite(model, micro, plan.techniques), hardware)
-                 for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
-        moments["eval"] = max(found, key=lambda one: one.at("eval")).moments["eval"]
-    host = phases.host(layout, moments, hardware.kind)
-    if data is not None:
-        stores = {store.folder: store for store in (data.store, data.held_out)}.values()
-        examples, tokens = sum(map(len, stores)), sum(int(store.index["tokens"]) for store in stores)
-        host = phases.with_data(host, examples, tokens)
-    predicted = replace(predicted, moments=moments, host=host)
-    if plan.predicted.total_bytes <= plan.budget_bytes < predicted.total_bytes:
-        needs = f"{format_bytes(predicted.total_bytes)} of {format_bytes(plan.budget_bytes)}"
-        warnings.append(f"{WARNING}the held-out examples are longer than the rest: evaluating them needs {needs}")
-    moment, needed = phases.needed(predicted.host)
-    if 0 < hardware.host_memory_bytes < needed:
-        has = format_bytes(hardware.host_memory_bytes)
-        warnings.append(f"{WARNING}{moment} needs {format_bytes(needed)} of the host's memory, which is {has}")
-    return replace(plan, predicted=predicted, notes=(*plan.notes, *warnings))
-
-
-def warnings_of(plan: Plan) -> tuple[str, ...]:
-    """What of the plan's notes is to be shown before it runs."""
-    return tuple(note.removeprefix(WARNING) for note in plan.notes if note.startswith(WARNING))
-
-
-def batches_of(config: Config, model: ModelSpec, data: Data | None) -> Batches:
-    """The run's batches; without data, examples as long as the run and the model allow."""
-    if data:
-        return data.batches()
-    return Uniform(config.train.global_batch_size, min(config.train.max_length, model.max_position_embeddings))
-
-
-def obey(plan_file: Path, config: Config, model: ModelSpec, hardware: HardwareSpec, data: Data) -> Plan:
-    """The plan in the file, found to be of this run, with its prediction for this data."""
-    limit = None if config.memory.budget == "auto" else budget_of(config, hardware).limit_bytes
-    examples = min(config.train.global_batch_size, len(data.rows))
-    wish = Wish(config, model, hardware, data.batches(), examples, limit)
-    try:
-        return foreseen(obeyed(plans.load(plan_file), wish), model, hardware, data)
-    except (ConfigError, DoesNotFit) as error:
-        error.where = error.where or str(plan_file)
-        raise
-
-
-def called(config: Config) -> str:
-    """The model's name in plans and folders: the last part of what the user wrote."""
-    return config.model.rstrip("/").rpartition("/")[2]
 
 
 def run_folder(config: Config) -> Path:
@@ -260,13 +88,6 @@ def again(folder: Path) -> Job:
         hint = "put the data back as it was, or start a new run with it"
         raise DataError("the data is not what the run began with", where=str(config.data), hint=hint)
     return Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held)
-
-
-def standing(config: Config) -> Config:
-    """The config with paths that hold wherever a run is resumed from."""
-    paths = {key: getattr(config, key) for key in ("model", "data", "eval_data")}
-    known = {key: str(Path(word).absolute()) for key, word in paths.items() if word and Path(word).exists()}
-    return config.model_copy(update=known)
 
 
 def check_base(folder: Path) -> None:

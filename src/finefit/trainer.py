@@ -23,7 +23,7 @@ from .layout import Micro
 from .obey import worst_rows
 from .predict import footprint
 from .rehearse import rehearse
-from .report import write_report
+from .report.folder import write_report
 from .run import Example, MicroBatch, Run, trainable
 from .session import LEARNING_RATE, Job
 from .spec import ModelSpec

@@ -16,7 +16,7 @@ from finefit.explain import explained
 from finefit.plan import Neighbour, Plan, load
 from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, ModelSpec
-from finefit.terminal import plan_view
+from finefit.terminal.planned import plan_view
 from finefit.units import format_bytes, parse_budget
 
 SMALL = ModelSpec("small", "llama", 576, 1536, 30, 9, 3, 64, 49_152, tie_word_embeddings=True)

@@ -10,9 +10,10 @@ from finefit import phases
 from finefit.batches import Uniform
 from finefit.candidates import Question
 from finefit.data.order import Order
+from finefit.examples import Data
 from finefit.plan import WARNING
+from finefit.planning import foreseen, warnings_of
 from finefit.search import search
-from finefit.session import Data, foreseen, warnings_of
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
 from finefit.units import parse_budget
 

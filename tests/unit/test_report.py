@@ -10,11 +10,14 @@ import pytest
 from finefit import footprint
 from finefit.errors import CheckpointError
 from finefit.events import EventLog
-from finefit.report import loss_curve, memory_bars, summarize, summarize_run, tables, to_markdown, to_text, write_report
+from finefit.report import tables
+from finefit.report.folder import write_report
+from finefit.report.markdown import to_markdown
 from finefit.report.palette import COLOURS, LABELS, MOMENTS
-from finefit.report.summary import Point, Sample
-from finefit.report.svg import ticks
+from finefit.report.summary import Point, Sample, summarize, summarize_run
+from finefit.report.svg import loss_curve, memory_bars, ticks
 from finefit.report.tables import compared, percent, sparse
+from finefit.report.text import to_text
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"

@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from finefit.events import read
-from finefit.terminal import LineReporter, LiveReporter, plan_renderable, plan_view, reporter
 from finefit.terminal.bars import stacked
 from finefit.terminal.lines import PlainLines
-from finefit.terminal.live import json_lines
+from finefit.terminal.live import LineReporter, LiveReporter, json_lines, reporter
+from finefit.terminal.planned import plan_renderable, plan_view
 from finefit.terminal.state import RunState
 from finefit.terminal.view import render
 
@@ -254,7 +254,7 @@ def test_auto_on_a_terminal_is_live_and_dumb_ones_are_plain(monkeypatch: pytest.
 INTO_HEAD = """
 import pathlib, sys, time
 from finefit.events import EventLog
-from finefit.terminal import reporter
+from finefit.terminal.live import reporter
 with reporter("plain") as show, EventLog(pathlib.Path(sys.argv[1]), [show]) as log:
     for i in range(100):
         log.write("eval", step=i, loss=1.0, labelled_tokens=1, seconds=0.1)
@@ -302,7 +302,7 @@ def test_a_stopped_terminal_does_not_hold_up_training(monkeypatch: pytest.Monkey
 
 LIVE_RUN = """
 import signal, sys, time
-from finefit.terminal import reporter
+from finefit.terminal.live import reporter
 signal.signal(signal.SIGINT, signal.default_int_handler)
 plan = {"plan": {}, "model": "m", "data": "d", "steps": 9, "predicted": None}
 try:

@@ -1,0 +1,128 @@
+"""From a config to its plan: the device, the job, the budget, the search, and what the data adds to its prediction.
+
+Imports neither the data's rooms nor numpy: a plan without data needs none of them.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import phases
+from . import plan as plans
+from .batches import Batches, Uniform
+from .candidates import Question, rewrite
+from .config import Config
+from .errors import ConfigError, DoesNotFit, EngineError
+from .explain import explained
+from .hardware import HardwareSpec
+from .layout import Micro
+from .obey import Wish, limits, obeyed
+from .plan import WARNING, Plan
+from .predict import footprint
+from .search import DEFAULT_BUDGET, search
+from .spec import JobSpec, ModelSpec
+from .units import Budget, format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    from .examples import Data
+
+
+def hardware_of(config: Config, named: str | None) -> HardwareSpec:
+    if named:
+        return HardwareSpec.from_name(named)
+    machine = replace(HardwareSpec.of_this_machine(), count=1)  # what trains here trains on one device
+    if config.hardware.device == "cpu" and machine.kind != "cpu":
+        machine = HardwareSpec.of_cpu()
+    if config.hardware.device.startswith("cuda") and machine.kind != "cuda":
+        raise EngineError("no CUDA device is here", hint="finefit doctor says why; hardware.device=cpu runs without")
+    return machine
+
+
+def job_of(config: Config, data: "Data | None") -> JobSpec:
+    at = config.train
+    job = JobSpec(
+        method=config.method, rank=config.lora.rank, alpha=config.lora.alpha, dropout=config.lora.dropout,
+        targets=config.lora.names(), precision=config.memory.precision, global_batch_size=at.global_batch_size,
+        max_length=at.max_length, longest=at.max_length, steps=at.steps or 0, seed=config.seed,
+        pins=(*config.memory.pins(), *config.qlora.pins(), ("max_grad_norm", str(at.max_grad_norm))),
+    )  # fmt: skip
+    if data is None:
+        return job
+    size = min(at.global_batch_size, len(data.rows))
+    return replace(job, longest=int(data.store.lengths.max()), steps=data.steps, global_batch_size=size,
+                   labelled_share=data.store.labelled_share)  # fmt: skip
+
+
+def budget_of(config: Config, hardware: HardwareSpec) -> Budget:
+    text = config.memory.budget
+    return parse_budget(DEFAULT_BUDGET[hardware.kind] if text == "auto" else text, hardware.memory_bytes)
+
+
+def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:
+    """The search for this config; without data every example counts as long as allowed."""
+    job, batches = job_of(config, data), batches_of(config, model, data)
+    question = Question(model, hardware, job, batches, budget_of(config, hardware))
+    return foreseen(explained(question, search(question)), model, hardware, data)
+
+
+def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:
+    """``plan`` with what the data adds beside the steps: the held-out examples' evaluation, and its part of the host.
+
+    What is short of memory outside the steps becomes a note that begins with WARNING.
+    """
+    predicted, warnings = plan.predicted, []
+    layout, moments = rewrite(model, Micro(1, 1, 1), plan.techniques), dict(predicted.moments)
+    if data is not None:
+        found = [footprint(rewrite(model, micro, plan.techniques), hardware)
+                 for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
+        moments["eval"] = max(found, key=lambda one: one.at("eval")).moments["eval"]
+    host = phases.host(layout, moments, hardware.kind)
+    if data is not None:
+        stores = {store.folder: store for store in (data.store, data.held_out)}.values()
+        examples, tokens = sum(map(len, stores)), sum(int(store.index["tokens"]) for store in stores)
+        host = phases.with_data(host, examples, tokens)
+    predicted = replace(predicted, moments=moments, host=host)
+    if plan.predicted.total_bytes <= plan.budget_bytes < predicted.total_bytes:
+        needs = f"{format_bytes(predicted.total_bytes)} of {format_bytes(plan.budget_bytes)}"
+        warnings.append(f"{WARNING}the held-out examples are longer than the rest: evaluating them needs {needs}")
+    moment, needed = phases.needed(predicted.host)
+    if 0 < hardware.host_memory_bytes < needed:
+        has = format_bytes(hardware.host_memory_bytes)
+        warnings.append(f"{WARNING}{moment} needs {format_bytes(needed)} of the host's memory, which is {has}")
+    return replace(plan, predicted=predicted, notes=(*plan.notes, *warnings))
+
+
+def warnings_of(plan: Plan) -> tuple[str, ...]:
+    """What of the plan's notes is to be shown before it runs."""
+    return tuple(note.removeprefix(WARNING) for note in plan.notes if note.startswith(WARNING))
+
+
+def batches_of(config: Config, model: ModelSpec, data: "Data | None") -> Batches:
+    """The run's batches; without data, examples as long as the run and the model allow."""
+    if data:
+        return data.batches()
+    return Uniform(config.train.global_batch_size, min(config.train.max_length, model.max_position_embeddings))
+
+
+def obey(plan_file: Path, config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data") -> Plan:
+    """The plan in the file, found to be of this run, with its prediction for this data."""
+    limit = None if config.memory.budget == "auto" else budget_of(config, hardware).limit_bytes
+    examples = min(config.train.global_batch_size, len(data.rows))
+    wish = Wish(config, model, hardware, data.batches(), examples, limit)
+    try:
+        return foreseen(obeyed(plans.load(plan_file), wish), model, hardware, data)
+    except (ConfigError, DoesNotFit) as error:
+        error.where = error.where or str(plan_file)
+        raise
+
+
+def standing(config: Config) -> Config:
+    """The config with paths that hold wherever a run is resumed from."""
+    paths = {key: getattr(config, key) for key in ("model", "data", "eval_data")}
+    known = {key: str(Path(word).absolute()) for key, word in paths.items() if word and Path(word).exists()}
+    return config.model_copy(update=known)
+
+
+def called(config: Config) -> str:
+    """The model's name in plans and folders: the last part of what the user wrote."""
+    return config.model.rstrip("/").rpartition("/")[2]
