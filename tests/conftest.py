@@ -6,6 +6,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "2"  # before torch is imported: results of products depend on it
 os.environ["GOMP_SPINCOUNT"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start a process: let the first compile for all
 
 import pytest
 

@@ -1,9 +1,9 @@
 """Seconds of one optimizer step, from operation counts and the device's rates: what the search compares plans by.
 
-Counts matrix products (forward, both backward products where the weight trains, recomputation), attention, the head on
-labelled tokens, low-rank updates, quantised weights brought back, the optimizer's memory traffic and a fixed cost per
-micro-batch; over several devices also what they send each other and wait for (``traffic``). Good for ranking plans;
-absolute values are as good as the rates.
+Counts matrix products (forward, both backward products where the weight trains, recomputation), attention, the head and
+the loss on the rows that meet them, low-rank updates, quantised weights brought back, the optimizer's memory traffic and
+a fixed cost per micro-batch; over several devices also what they send each other and wait for (``traffic``). Good for
+ranking plans; absolute values are as good as the rates.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,34 @@ from .traffic import with_traffic
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What is reached of the peak matmul rate by large products, rows a product needs to reach half of that, the rate
-    of attention against it, the time of one operator call, and passes over memory per saved byte."""
+    """What one kind of device makes of its two rates, of products and of memory."""
 
     peak_share: float
+    """What large products reach of the peak rate."""
     half_rows: float
+    """Rows a product needs to reach half of that."""
     attention_share: float
+    """What attention's products reach of what the others do."""
+    score_bytes: float
+    """Memory traffic of one attention score, forward and backward; 0 where the scores never leave the chip."""
     call_s: float
+    """Time of one operator call."""
     passes: float
+    """Passes over memory per byte of a block's intermediate values, forward and backward."""
+    low_rank_passes: float
+    """The same per byte of what goes into and comes out of a low-rank product."""
+    logit_bytes: tuple[float, float]
+    """Traffic of the loss per logit, in units of a 2-byte element's: in chunks that stay in cache or are reused, and
+    whole, where on a CPU each copy is of fresh pages."""
 
 
-# CPU: 2 cores of a Zen 4 server, torch 2.13, 2026-11-29: products at 0.9 of the 2,048-cubed rate, attention at 0.25 of
-# it, about 60 calls a block. CUDA: the usual 0.6 of the data sheet; not measured by us.
-_ON = {"cpu": Efficiency(0.9, 24, 0.25, 8e-6, 6), "cuda": Efficiency(0.6, 256, 0.4, 6e-6, 4)}
+# CPU: from a profile of single operators within the steps of 12 plans of a 135M model on 2 cores with AMX (torch 2.13,
+# 2026-11-30): a score takes 230 bytes' time at the rate of a copy, a logit 53 in a chunk and 520 whole. CUDA: the usual
+# 0.6 of the data sheet and counts of reads and writes; not measured by us.
+_ON = {
+    "cpu": Efficiency(0.9, 24, 1.0, 230, 8e-6, 12, 12, (53, 520)),
+    "cuda": Efficiency(0.6, 256, 0.4, 0, 6e-6, 4, 4, (34, 42)),
+}
 _MULTIPLIED = ("linear", "transposed", "matrix", "expert")  # roles of tensors that activations are multiplied with
 _CALLS_PER_BLOCK = 120  # forward and backward
 # A quantised weight is brought back in chunks: bytes read and written an element by its bits (codes and lookups, fp32
@@ -57,9 +72,12 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     again = layout.checkpointed / depth
     products = _linear_flops(layout, again) * work.mean_tokens + _head_flops(layout, work)
     attention = 2 * layout.model.q_width * work.mean_square * depth * (1 + again + 2.5) / on.attention_share
+    scores = layout.model.num_attention_heads * work.mean_square * depth * (1 + again / 3) * on.score_bytes
     # a tensor-parallel rank makes as many calls as a device alone
     calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.mesh.tensor
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
+    moved += on.low_rank_passes * work.mean_tokens * _low_rank_bytes(layout) * (1 + again / 4)
+    moved += scores + _loss_bytes(layout, work, on) * _bytes(layout) / 2
     traffic = moved / hardware.bandwidth_bytes_per_s
     return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
 
@@ -85,11 +103,8 @@ def _linear_flops(layout: Layout, again: float) -> float:
     linears = [g for g in layout.groups if g.role in _MULTIPLIED and g.name.startswith("block.")]
     base = sum(g.numel * g.count * _met_share(layout, g.role) for g in linears if "lora_" not in g.name)
     base *= layout.mesh.tensor  # a rank's groups are its part
-    adapters = sum(g.numel * g.count for g in linears if "lora_" in g.name)
     trains = any(g.trainable for g in linears if "lora_" not in g.name)
-    passes = 2 + trains + again
-    # Low-rank products are memory-bound: three times their operation count.
-    return 2 * base * passes + 3 * 2 * adapters * (4 + again)
+    return 2 * base * (2 + trains + again)
 
 
 def _met_share(layout: Layout, role: str) -> float:
@@ -98,11 +113,35 @@ def _met_share(layout: Layout, role: str) -> float:
     return model.experts_per_token / model.num_experts if role == "expert" and model.num_experts else 1.0
 
 
+def _low_rank_bytes(layout: Layout) -> float:
+    """Bytes of one token going into and coming out of all low-rank products, whose arithmetic is nothing beside them."""
+    adapters = sum(g.numel * g.count for g in layout.groups if "lora_" in g.name)
+    return adapters / max(layout.rank, 1) * _bytes(layout)
+
+
+def _rows(layout: Layout, work: Work) -> float:
+    """Rows that meet the head and the loss."""
+    return work.mean_labelled if layout.loss_chunk else work.mean_tokens
+
+
 def _head_flops(layout: Layout, work: Work) -> float:
     head = layout.model.hidden_size * layout.model.vocab_size
-    rows = work.mean_labelled if layout.loss_chunk else work.mean_tokens
+    rows = _rows(layout, work)
     trains = any(g.trainable for g in layout.groups if g.role in ("head", "embedding"))
     return 2 * head * rows * (2 + trains)
+
+
+def _loss_bytes(layout: Layout, work: Work, on: Efficiency) -> float:
+    """Traffic of the loss, and of the head's weight, which each chunk reads forward and backward."""
+    rows, model = _rows(layout, work), layout.model
+    chunks = max(rows / layout.loss_chunk, work.mean_steps) if layout.loss_chunk else work.mean_steps
+    weight = 2 * 2 * model.hidden_size * model.vocab_size * chunks
+    return rows * model.vocab_size * on.logit_bytes[not layout.loss_chunk] + weight
+
+
+def _bytes(layout: Layout) -> int:
+    """Bytes of an element as the blocks compute."""
+    return 4 if layout.graph[0] == "fp32" else 2
 
 
 def _elementwise_bytes(layout: Layout) -> float:
@@ -111,4 +150,4 @@ def _elementwise_bytes(layout: Layout) -> float:
     inner = model.experts_per_token * model.moe_intermediate_size + model.shared_intermediate_size
     width = 6 * model.hidden_size + 2 * model.q_width + 2 * model.kv_width + 3 * (inner or model.intermediate_size)
     fused = 1.0 if "fused_ops" in layout.graph else 1.6
-    return width * fused * (4 if layout.graph[0] == "fp32" else 2)
+    return width * fused * _bytes(layout)
