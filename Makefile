@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BOOT = $(PYTHON) scripts/bootstrap.py
 RUN = .venv/bin
+# two processes, a file whole in one of them: what a file's tests share is made once
+SPLIT = -n 2 --dist loadfile
 export GOMP_SPINCOUNT ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -18,11 +20,11 @@ demo: ## fine-tune SmolLM2-135M-Instruct on this machine, from nothing, and show
 
 test: ## the tests, but those that others of their kind stand for
 	@$(BOOT) train test
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest $(SPLIT)
 
 test-all: ## every test (half an hour)
 	@$(BOOT) train test
-	$(RUN)/python -m pytest -m ""
+	$(RUN)/python -m pytest $(SPLIT) -m ""
 
 check: ## format, lint, types, import contract, size budget
 	@$(BOOT) train test check

@@ -26,6 +26,8 @@ class Efficiency:
     """What attention's products reach of what the others do."""
     score_bytes: float
     """Memory traffic of one attention score, forward and backward; 0 where the scores never leave the chip."""
+    rows_s: float
+    """Time that calls take for each 128 rows attention works on at once, forward and backward, whatever their keys."""
     call_s: float
     """Time of one operator call."""
     passes: float
@@ -38,13 +40,14 @@ class Efficiency:
 
 
 # CPU: from a profile of single operators within the steps of 12 plans of a 135M model on 2 cores with AMX (torch 2.13,
-# 2026-11-30): a score takes 230 bytes' time at the rate of a copy, a logit 53 in a chunk and 520 whole. CUDA: the usual
+# 2026-11-30): a score takes 72 bytes' time at the rate of a copy, a logit 53 in a chunk and 520 whole. CUDA: the usual
 # 0.6 of the data sheet and counts of reads and writes; not measured by us.
 _ON = {
-    "cpu": Efficiency(0.9, 24, 1.0, 230, 8e-6, 12, 12, (53, 520)),
-    "cuda": Efficiency(0.6, 256, 0.4, 0, 6e-6, 4, 4, (34, 42)),
+    "cpu": Efficiency(0.9, 24, 1.0, 72, 2.5e-3, 8e-6, 12, 12, (53, 520)),
+    "cuda": Efficiency(0.6, 256, 0.4, 0, 0, 6e-6, 4, 4, (34, 42)),
 }
 _MULTIPLIED = ("linear", "transposed", "matrix", "expert")  # roles of tensors that activations are multiplied with
+_QUERY_ROWS = 128  # that attention on a CPU works on at once (nn.attention)
 _CALLS_PER_BLOCK = 120  # forward and backward
 # A quantised weight is brought back in chunks: bytes read and written an element by its bits (codes and lookups, fp32
 # values scaled in place, the result), and operator calls a chunk.
@@ -75,9 +78,10 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     scores = layout.model.num_attention_heads * work.mean_square * depth * (1 + again / 3) * on.score_bytes
     # a tensor-parallel rank makes as many calls as a device alone
     calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.mesh.tensor
+    calls += work.mean_tokens / _QUERY_ROWS * depth * (1 + again / 3) * on.rows_s
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
     moved += on.low_rank_passes * work.mean_tokens * _low_rank_bytes(layout) * (1 + again / 4)
-    moved += scores + _loss_bytes(layout, work, on) * _bytes(layout) / 2
+    moved += (scores + _loss_bytes(layout, work, on)) * _bytes(layout) / 2
     traffic = moved / hardware.bandwidth_bytes_per_s
     return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
 

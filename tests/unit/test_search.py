@@ -230,7 +230,7 @@ def test_without_bf16_everything_is_fp32():
         ({"max_grad_norm": 0.0}, lambda p: p.technique("clipping").max_norm == float("inf")),
         ({"max_grad_norm": 2.5}, lambda p: p.technique("clipping").max_norm == 2.5),
     ],
-    ids=str,
+    ids=lambda one: str(one) if isinstance(one, dict) else "",
 )
 def test_what_the_user_fixed_is_kept(pins, found):
     assert found(search(ask("4GiB", pinned(**pins))))
