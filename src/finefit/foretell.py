@@ -41,6 +41,7 @@ class Foretold:
             "hardware": self.hardware.says, "fits": self.fits, "needed_bytes": self.needed_bytes,
             "allocated_bytes": self.simulated.allocated_bytes, "reserved_bytes": self.simulated.reserved_bytes,
             "simulated": self.simulated.footprint.to_json(), "seconds": self.simulated.seconds,
+            "notes": [*self.foreign.run.notes, *self.simulated.notes],
             "finefit": self.ours.to_json() if self.ours else None, "finefit_not": self.ours_not,
         }  # fmt: skip
 

@@ -312,12 +312,17 @@ def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, w
     readings = {
         name: max(n, sum(load.values())) for name, n in readings_of(stream, workspace_bytes, run.segments).items()
     }
+    notes = []
     if run.lengths and (family := _family(config, run, stream, whole)):
         varied = lasting(family, run, workspaces_of(workspace_bytes))
         readings |= {key: max(value, readings[key]) for key, value in varied.items()}
+    elif run.lengths and not run.longest_first:
+        notes.append(
+            "every micro-batch counts as the longest: what shorter ones leave in the allocator is not replayed"
+        )
     return {
         "moments": moments, "live_bytes": max(sum(parts.values()) for parts in moments.values()), **readings,
-        "seconds": time.perf_counter() - start,
+        "seconds": time.perf_counter() - start, "notes": notes,
     }  # fmt: skip
 
 

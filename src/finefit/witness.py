@@ -36,6 +36,8 @@ class Simulated:
     capacity_bytes: int
     """The smallest capacity in which the run goes through."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What of the run the figures leave out."""
 
     def needs(self, context_bytes: int, devices: int) -> int:
         """The smallest memory of a device on which it goes through: context and communicators beside the allocator."""
@@ -76,10 +78,10 @@ class Simulator:
         answer = self._answer(json.dumps(question))
         if "error" in answer:
             raise EngineError(f"the step could not be simulated: {answer['error']}")
-        return Simulated(
-            Footprint("simulated", answer["moments"], answer["reserved_bytes"] - answer["live_bytes"]),
-            *(answer[key] for key in ("allocated_bytes", "reserved_bytes", "capacity_bytes", "seconds")),
-        )  # fmt: skip
+        slack = answer["reserved_bytes"] - answer["live_bytes"]
+        readings = (answer[key] for key in ("allocated_bytes", "reserved_bytes", "capacity_bytes", "seconds"))
+        said = tuple(answer.get("notes", ()))
+        return Simulated(Footprint("simulated", answer["moments"], slack), *readings, said)
 
     def _answer(self, line: str) -> dict[str, Any]:
         process = self._running()

@@ -13,7 +13,7 @@ import pytest
 from finefit.allocator import replay
 from finefit.candidates import rewrite
 from finefit.catalog import find_model
-from finefit.foreign import ForeignRun
+from finefit.foreign import ForeignRun, Lengths
 from finefit.layout import Micro
 from finefit.predict import footprint, states
 from finefit.simulate import STEADY, plan_stream, step_stream
@@ -162,3 +162,14 @@ def test_a_process_that_dies_is_an_error_and_a_new_one_answers() -> None:
 def test_an_answer_that_does_not_come_in_time_is_an_error() -> None:
     with Simulator(timeout_s=0.01) as simulator, pytest.raises(Exception, match="no answer within"):
         simulator.ask(_config("SmolLM2-135M"), RUN, 0)
+
+
+def test_what_shorter_rows_leave_is_replayed_or_its_absence_said() -> None:
+    """48 tokens are too few to tell three lengths apart."""
+    config, varied = _config("SmolLM2-135M"), replace(RUN, packed=False, lengths=Lengths())
+    with Simulator() as simulator:
+        said = [simulator.ask(config, replace(varied, max_length=n), 0).notes for n in (512, 48)]
+    assert said == [
+        (),
+        ("every micro-batch counts as the longest: what shorter ones leave in the allocator is not replayed",),
+    ]

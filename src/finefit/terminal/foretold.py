@@ -19,7 +19,7 @@ def foretold_view(told: Mapping[str, Any], console: Console | None = None) -> No
 def _renderable(told: Mapping[str, Any]) -> RenderableType:
     run = told["run"]
     parts: list[RenderableType] = [_head(told, run), Text(), _memory(told), Text(), _verdict(told)]
-    for title, lines in (("assumed", run["notes"]), ("without a counterpart here", told["ignored"])):
+    for title, lines in (("assumed", told["notes"]), ("without a counterpart here", told["ignored"])):
         if lines:
             parts += [Text(), Text(title, style="bold"), *(Text(f"· {line}") for line in lines)]
     parts += [Text(), Text("the same wish in finefit", style="bold"), _ours(told)]
