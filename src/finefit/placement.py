@@ -14,7 +14,8 @@ def placed(stream: Stream, run: ForeignRun) -> Stream:
     away: set[int] = set()
     for i, entry in enumerate(stream.entries):
         held = stream.component(entry)
-        if (held == "optimizer_state" and run.optimizer_on_host) or (held == "parameter" and run.parameters_on_host):
+        cut = held == "parameter" and not entry.whole
+        if (held == "optimizer_state" and run.optimizer_on_host) or (cut and run.parameters_on_host):
             away.add(i)
     moved = _waiting(stream) if on_host else {}
     out = Stream(sections=[], section_start=[])

@@ -38,6 +38,7 @@ from .ranks import of_rank
 from .sharding import Buckets, computed_as
 from .slices import sliced, stages
 from .stacks import builder_of
+from .stacks.adapters import Packed
 from .stacks.attention import cuda_kernels
 from .stacks.base import Stepped
 from .stacks.optimizers import optimizer_of
@@ -194,6 +195,7 @@ def _own(stepped: Stepped, batch: Sequence[Tensor], ledger: Ledger) -> None:
     ledger.own((p for p in stepped.model.parameters() if id(p) not in seen), "parameter")
     ledger.own((b for b in stepped.model.buffers() if id(b) not in seen), "input")
     ledger.own(batch, "input")
+    ledger.leave_whole(t for m in stepped.model.modules() if isinstance(m, Packed) for t in m.beside())
 
 
 @contextmanager

@@ -26,6 +26,8 @@ class Entry:
     """The decoder block it belongs to, where its section does not say: what an update makes for each tensor."""
     lane: int = 0
     """The CUDA stream it was taken on: 0 computes, others communicate."""
+    whole: bool = False
+    """A tensor beside a parameter, to engines that cut parameters: each rank has all of it."""
 
 
 @dataclass(eq=False)
@@ -191,7 +193,7 @@ class _Unroller:
             for one, which in self._targets(entry, group, copy):
                 if sign > 0:
                     old = self.old.entries[one]
-                    made = Entry(old.n_bytes, 0, 0, old.shape, old.itemsize, old.owner)
+                    made = Entry(old.n_bytes, 0, 0, old.shape, old.itemsize, old.owner, whole=old.whole)
                     self.at[one, which] = self.new.born(made)
                 else:
                     self.new.died(self.at.pop((one, which)))

@@ -126,3 +126,13 @@ def _live_at(stream: Stream, section: str, n_bytes: int) -> int:
 def test_until_keeps_what_was_alive() -> None:
     cut = _stream().until("optimizer")
     assert [e.n_bytes for e in cut.entries if e.died < 0] == [100, 100, 100, 100]
+
+
+def test_what_hangs_on_a_parameter_is_neither_cut_nor_gathered() -> None:
+    stream = _stream()
+    stream.entries[0].whole = True
+    run = replace(RUN, spread=Spread(data=2, shard_stage=3, shards=2, engine="fsdp1"), parameters_on_host=True)
+    cut = of_rank(stream, run)
+    assert [100, 50] == [e.n_bytes for e in cut.entries if e.owner == "parameter"]
+    assert {100} == {e.n_bytes for e in cut.entries if e.lane == 1}  # the other's alone
+    assert [100] == [e.n_bytes for e in placed(cut, run).entries if e.owner == "parameter"]
