@@ -12,6 +12,7 @@ the device refuses a request and all streams are waited for. No ``max_split_size
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,7 +31,7 @@ Kind = Literal["classic", "expandable"]
 Event = tuple[int, int] | tuple[int, int, int]
 """(key of the tensor, bytes, CUDA stream: 0 if left out): positive where it is made, negative where it goes, zero where
 the cache is emptied; keys may be used again. On stream ``AWAITED`` negative: it goes, but another stream still reads it;
-zero: all that was still read may be used again."""
+zero: what that key had, and all that went so before it, may be used again."""
 AWAITED = -1
 
 
@@ -72,11 +73,11 @@ def replay(
             pool, block = held.pop(key)
             live -= block.size
             if stream and stream[0] == AWAITED:
-                memory.awaited.append((pool, block))
+                memory.awaited.append((key, pool, block))
             else:
                 memory.give(pool, block)
         elif stream and stream[0] == AWAITED:
-            memory.settle()
+            memory.settle(key)
         else:
             memory.give_back()
     return Replay(most, memory.most, memory.retries)
@@ -136,7 +137,7 @@ class _Memory(ABC):
         self.capacity = capacity
         self.reserved = self.most = self.retries = 0
         self.pools: dict[tuple[int, bool], _Pool] = {}
-        self.awaited: list[tuple[_Pool, _Block]] = []
+        self.awaited: deque[tuple[int, _Pool, _Block]] = deque()
         self.top = 0  # next unused address
 
     def pool(self, stream: int, is_small: bool) -> _Pool:
@@ -150,10 +151,15 @@ class _Memory(ABC):
         self.give_back()
         self.most = self.reserved
 
-    def settle(self) -> None:
-        """Wait for the streams that read what was let go."""
+    def settle(self, last: int | None = None) -> None:
+        """Wait for the streams that read what was let go, up to the tensor of that key."""
+        if last is not None and all(key != last for key, _, _ in self.awaited):
+            return
         while self.awaited:
-            self.give(*self.awaited.pop())
+            key, pool, block = self.awaited.popleft()
+            self.give(pool, block)
+            if key == last:
+                return
 
     def give_back(self) -> None:
         """Return to the device all that is cached and whole, once no stream reads it."""

@@ -82,7 +82,8 @@ def arrivals(whole: Stream, run: ForeignRun) -> list[Event]:
     events: list[Event] = [(next(keys), e.n_bytes) for e in whole.entries if e.owner == "parameter" and e.whole]
     for unit in _units(whole, run):
         events += _unit_arrives([round(n) for n in unit], run.spread.shards, keys)
-    return [*events, (0, 0, AWAITED)]
+    sent = [event[0] for event in events if event[2:] == (AWAITED,)]
+    return [*events, (sent[-1], 0, AWAITED)]
 
 
 def _unit_arrives(tensors: Sequence[int], shards: int, keys: Iterator[int]) -> Iterator[Event]:

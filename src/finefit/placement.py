@@ -20,6 +20,7 @@ def placed(stream: Stream, run: ForeignRun) -> Stream:
     moved = _waiting(stream) if on_host else {}
     out = Stream(sections=[], section_start=[])
     at: dict[int, int] = {}
+    gone: dict[int, int] = {}
     for number, (name, events) in enumerate(stream.by_section()):
         out.opened(name)
         for i in moved.get((number, "back"), ()):
@@ -29,8 +30,11 @@ def placed(stream: Stream, run: ForeignRun) -> Stream:
                 continue
             if sign > 0:
                 at[i] = out.born(replace(stream.entries[i]))
+            elif sign == 0 and i in gone:
+                out.through(gone[i])
             elif i in at:
-                out.died(at.pop(i))
+                gone[i] = at.pop(i)
+                out.died(gone[i])
         for i in moved.get((number, "out"), ()):
             out.died(at.pop(i))
     return out

@@ -64,6 +64,7 @@ def test_a_rank_that_is_sent_its_weights_uses_no_bucket_twice() -> None:
     events = arrivals(_large(), SENT)
     # 20 apart; two tensors, a bucket and a flat copy of 300; the next unit puts its tensors where those were
     assert replay(events).reserved_bytes == (20 + 300 + 300 + 300 + 300 + 300) * MIB
+    assert replay([*events, (1, 300 * MIB), (2, 300 * MIB)]).reserved_bytes == replay(events).reserved_bytes
     held = {key: n_bytes for key, n_bytes, *_ in events if n_bytes > 0}
     for key, n_bytes, *_ in events:
         if n_bytes < 0:
