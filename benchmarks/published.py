@@ -21,6 +21,12 @@ WORDS = {"llm-foundry": "composer"}  # tools whose model code transformers' stan
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTISED = {"nf4": "nf4", "fp4": "nf4", "nf4-double-quant": "nf4_double", "int8": "int8", "gptq-int4": "gptq4",
              "awq-int4": "gptq4", "int4": "nf4"}  # fmt: skip
+# What stands for "GPTQ" in fms-acceleration's scenarios: TheBloke/…-GPTQ, main branch; without groups in these two
+# (quantize_config.json: group_size -1).
+UNGROUPED = ("meta-llama/Llama-2-70b-hf", "mistralai/Mixtral-8x7B-Instruct-v0.1")
+# Runs under accelerate's fsdp_cpu_ram_efficient_loading, by the configuration published with them: the first rank reads
+# the weights. GPTQ's too: on the others the norms are on the meta device, and then all of a unit is made empty.
+READ_ONCE = ("fms-ref", "fms-gran", "peft-docs-fsdp", "phil-70b-fsdp")
 # transformers at the time of a source: before 4.46 the model's code copies the shifted logits, until 4.48 the loss's.
 INSIDE = ("fms-gran", "fms-moe", "qwen", "swift-lora", "swift-full", "lf-", "peft-docs", "hf4bit", "hf-", "llmem", "phil",
           "lowrank", "lomo", "ds-", "oom-alpaca", "oom-cookbook")  # fmt: skip
@@ -43,8 +49,6 @@ FUSED_C_ATTN = {"c_attn": ("q_proj", "k_proj", "v_proj"), "query_key_value": ("q
 CONTRADICTED = {
     "hf4bit-7b-int8-1024": "512 tokens go through on the same card; with checkpointing 512 more take under 1 GiB, not the 6 left",
     "hf4bit-13b-nf4-1024-gc": "goes through with nested scales, which save 0.5 GiB; of 14.75 GiB a third is unaccounted for",
-    "fms-ref-099": "2 rows a device: 43 GiB of tensors under 54 on the driver; twice that gap, of FSDP's streams, fills the card",
-    "fms-ref-123": "2 rows a device: 42 GiB of tensors under 52 on the driver; twice that gap, of FSDP's streams, fills the card",
     "oom-lf-4199": "went through 300 steps with 8-bit states before it failed: rows and evaluation are not stated",
     "oom-lf-6999": "seven devices in the report: 16 bytes a parameter and an update's 8 for a group of 1e9 take 79 GiB there",
     "oom-dscoder-78": "3.5 GiB, a group's fp32 gradient, were asked for on top of 77; the fix names rows under 2,048 tokens",
@@ -99,6 +103,8 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     elif not full and not adapter:
         settings |= _adapters(record, config)
     spread = settings["spread"]
+    if spread.engine == "fsdp1" and record["id"].startswith(READ_ONCE):
+        settings["load"] = "first"
     if spread.micro_batches > 1:
         settings |= {"micro_batch_size": max(settings["micro_batch_size"] // spread.micro_batches, 1),
                      "accumulation": spread.micro_batches}  # fmt: skip
@@ -151,6 +157,8 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
     quantised = QUANTISED.get(weight, "")
     if _group(record) == "fms-acceleration" and quantised == "nf4":
         quantised = "nf4_double"  # its framework_plugin_bnb.py and TRL's own baseline set double quantisation
+    elif _group(record) == "fms-acceleration" and quantised == "gptq4" and record["model"] in UNGROUPED:
+        quantised = "gptq4_rows"
     bits, note = record["optimizer_bits"], _text(record)
     own_code, early = _group(record) in OWN_CODE, record["id"].startswith("hf4bit")  # of May 2023
     old = False
@@ -217,6 +225,7 @@ def _graph(record: Record) -> dict[str, Any]:
         # Qwen 1's and GaLore's own modelling code leaves logits in the type of the head.
         "loss_raised": not re.search(r"Qwen-\d", record["model"] or "") and not record["id"].startswith("lowrank"), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
         "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in _group(record),
+        "fused_mlp": "foak" not in note,  # its models/llama.py: "llama-mlp" asks for adapters in the MLP, which none has
         "loss_chunks": 8,
     }  # fmt: skip
 

@@ -5,12 +5,14 @@ to 512 bytes; up to 1 MiB they come from 2 MiB segments, up to 10 MiB from 20 Mi
 to 2 MiB; best fit; a block is split when what is left is worth it; neighbours merge when freed; when the device
 refuses, whole cached segments are given back and it is asked again. ``expandable`` maps 2 MiB or 20 MiB pages at the
 end of one long segment instead. Blocks belong to the CUDA stream they were taken on, each has its pools and segments;
-what is cached on one stream serves no other until it is given back to the device. No ``max_split_size``, no garbage
-collection threshold.
+what is cached on one stream serves no other until it is given back to the device. A block that another stream was told
+to have read (``record_stream``) is free when it is let go, and used again when that stream is through with it, or when
+the device refuses a request and all streams are waited for. No ``max_split_size``, no garbage collection threshold.
 """
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,7 +30,9 @@ _ROUND, _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM, _LARGE_ROUND = (
 Kind = Literal["classic", "expandable"]
 Event = tuple[int, int] | tuple[int, int, int]
 """(key of the tensor, bytes, CUDA stream: 0 if left out): positive where it is made, negative where it goes, zero where
-the cache is emptied; keys may be used again."""
+the cache is emptied; keys may be used again. On stream ``AWAITED`` negative: it goes, but another stream still reads it;
+zero: what that key had, and all that went so before it, may be used again."""
+AWAITED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,12 @@ def replay(
         elif n_bytes < 0:
             pool, block = held.pop(key)
             live -= block.size
-            memory.give(pool, block)
+            if stream and stream[0] == AWAITED:
+                memory.awaited.append((key, pool, block))
+            else:
+                memory.give(pool, block)
+        elif stream and stream[0] == AWAITED:
+            memory.settle(key)
         else:
             memory.give_back()
     return Replay(most, memory.most, memory.retries)
@@ -128,6 +137,7 @@ class _Memory(ABC):
         self.capacity = capacity
         self.reserved = self.most = self.retries = 0
         self.pools: dict[tuple[int, bool], _Pool] = {}
+        self.awaited: deque[tuple[int, _Pool, _Block]] = deque()
         self.top = 0  # next unused address
 
     def pool(self, stream: int, is_small: bool) -> _Pool:
@@ -141,9 +151,24 @@ class _Memory(ABC):
         self.give_back()
         self.most = self.reserved
 
-    @abstractmethod
+    def settle(self, last: int | None = None) -> None:
+        """Wait for the streams that read what was let go, up to the tensor of that key."""
+        if last is not None and all(key != last for key, _, _ in self.awaited):
+            return
+        while self.awaited:
+            key, pool, block = self.awaited.popleft()
+            self.give(pool, block)
+            if key == last:
+                return
+
     def give_back(self) -> None:
-        """Return to the device all that is cached and whole."""
+        """Return to the device all that is cached and whole, once no stream reads it."""
+        self.settle()
+        self.return_whole()
+
+    @abstractmethod
+    def return_whole(self) -> None:
+        """Return all that is free and whole."""
 
     def grow(self, n_bytes: int) -> bool:
         if self.capacity is not None and self.reserved + n_bytes > self.capacity:
@@ -198,7 +223,7 @@ class _Classic(_Memory):
         self.top += segment + _ROUND  # neighbours of another segment never merge
         return self.carve(pool, block, size, worth)
 
-    def give_back(self) -> None:
+    def return_whole(self) -> None:
         for pool in self.pools.values():
             for block in [b for _, _, b in pool.free if b.before is None and b.after is None]:
                 pool.remove(block)
@@ -268,7 +293,7 @@ class _Expandable(_Memory):
         pool.top += missing
         return True
 
-    def give_back(self) -> None:
+    def return_whole(self) -> None:
         """Give back the whole pages inside free blocks."""
         for pool in self.pools.values():
             page, base = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT, pool.base

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Quantised = Literal["", "nf4", "nf4_double", "int8", "gptq4"]
+Quantised = Literal["", "nf4", "nf4_double", "int8", "gptq4", "gptq4_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ class ForeignRun:
     autocast: bool = False
     """Products run in ``compute_dtype`` by autocast; else every tensor is computed in its stored type."""
     quantised: Quantised = ""
-    """How linear weights of the blocks are stored; the head is not quantised. int8 with method full: they train so."""
+    """How linear weights of the blocks are stored; the head is not quantised. int8 with method full: they train so.
+    gptq4 has scales for groups of 128 columns, gptq4_rows (a group size of -1) for rows."""
     inputs_kept: bool = False
     """Packed layers in 4 bits keep their inputs to the end of the graph (bitsandbytes before 0.43.2)."""
     raised: Literal["", "norms", "all"] = ""
@@ -155,10 +156,12 @@ class ForeignRun:
     loss_chunks: int = 8
     fused_kernels: bool = False
     """Norm, rotary and gated-MLP kernels (Liger, Unsloth)."""
+    fused_mlp: bool = True
+    """The MLP's among them; fms-acceleration has one for adapted and packed MLPs only."""
     compiled: bool = False
     use_cache: bool = False
 
-    load: Literal["", "whole", "units", "tensors", "shards"] = ""
+    load: Literal["", "whole", "units", "first", "tensors", "shards"] = ""
     """How weights come to the device (``loading``); empty: as the tool does it."""
     segments: Literal["classic", "expandable"] = "classic"
     """The caching allocator's, by the tool's own launcher or environment."""

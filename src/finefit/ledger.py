@@ -60,6 +60,11 @@ class Ledger(Stream, TorchDispatchMode):
             if tensor is not None:
                 self.entries[self._see(tensor)].owner = owner
 
+    def leave_whole(self, tensors: Iterable[Tensor]) -> None:
+        """Say that no engine cuts these tensors."""
+        for tensor in tensors:
+            self.entries[self._see(tensor)].whole = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

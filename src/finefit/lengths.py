@@ -148,7 +148,7 @@ def history(family: Family, course: _Course, micro_batches: Sequence[int], run: 
 
     def play(piece: Piece, sizes: Mapping[int, int]) -> Iterator[Event]:
         for i, sign in piece:
-            if i in held:  # it dies, or its place is taken
+            if sign and i in held:  # it dies, or its place is taken
                 yield held.pop(i), -1
             if sign > 0 and sizes[i] > MIB:
                 held[i] = key = next(keys)

@@ -14,11 +14,13 @@ def placed(stream: Stream, run: ForeignRun) -> Stream:
     away: set[int] = set()
     for i, entry in enumerate(stream.entries):
         held = stream.component(entry)
-        if (held == "optimizer_state" and run.optimizer_on_host) or (held == "parameter" and run.parameters_on_host):
+        cut = held == "parameter" and not entry.whole
+        if (held == "optimizer_state" and run.optimizer_on_host) or (cut and run.parameters_on_host):
             away.add(i)
     moved = _waiting(stream) if on_host else {}
     out = Stream(sections=[], section_start=[])
     at: dict[int, int] = {}
+    gone: dict[int, int] = {}
     for number, (name, events) in enumerate(stream.by_section()):
         out.opened(name)
         for i in moved.get((number, "back"), ()):
@@ -28,8 +30,11 @@ def placed(stream: Stream, run: ForeignRun) -> Stream:
                 continue
             if sign > 0:
                 at[i] = out.born(replace(stream.entries[i]))
+            elif sign == 0 and i in gone:
+                out.through(gone[i])
             elif i in at:
-                out.died(at.pop(i))
+                gone[i] = at.pop(i)
+                out.died(gone[i])
         for i in moved.get((number, "out"), ()):
             out.died(at.pop(i))
     return out

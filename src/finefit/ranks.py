@@ -7,7 +7,8 @@ whole from the start of forward to the end of backward.
 - FSDP 2 gathers on a stream of its own, then copies out where it computes: the gathered buffer of a unit lives until the
   next one is copied out in forward, and in backward it is the next unit's. A unit's whole gradients are copied into the
   reduction's input, which lives until the next unit's takes its place; shards are born on the stream that reduces.
-- FSDP 1 gathers a flat parameter, in backward one ahead (not under a reentrant checkpoint: its forward left no hooks).
+- FSDP 1 gathers a flat parameter, in backward one ahead (not under a reentrant checkpoint: its forward left no hooks, and
+  it gathers twice). The stream that computes reads what was let go while the host asks for the next, up to two behind.
   The gradients of its views are joined in a flat one, which is reduced. Where frozen weights share the flat parameter
   with trained ones its gradient is of all of it. Inputs of units whose parameters are frozen are hooked, and the hooks
   are kept to the end of backward: a reentrant checkpoint's inputs and their gradients live as long.
@@ -22,6 +23,8 @@ from .sharding import BYTES, GATHER, REDUCE, Buckets, DeepSpeed, Rank, padded_sh
 from .stream import Entry, Stream, block_of
 
 ROOT = -1
+_IN_FLIGHT = 2
+"""``_limiter_utils.py``: a gather waits for the last but one of the units that were let go."""
 LOSS_OUTSIDE = ("torchtitan", "torchtune", "litgpt", "lit_gpt")
 """Tools whose model returns logits: backward is under way before it comes to the model."""
 
@@ -255,9 +258,11 @@ class FlatUnits(Units):
     """FSDP 1."""
 
     kept: list[int]
+    freed: list[int]
 
     def made(self) -> Stream:
         self.kept = []  # entries that live to the end of backward
+        self.freed = []  # units let go, whose products the host has not waited for
         return super().made()
 
     def share(self, old: Entry) -> int:
@@ -265,20 +270,43 @@ class FlatUnits(Units):
 
     def unshard(self, unit: int) -> None:
         if self.stage == 3 and f"unit {unit}" not in self.open:
+            if len(self.freed) >= _IN_FLIGHT:
+                self.new.through(self.freed.pop(0))
             if self.stored != 1.0:
                 self.hold("cast", self.unit_bytes.get(unit, 0) // self.ranks, GATHER)
             self.hold(f"unit {unit}", self.unit_bytes.get(unit, 0), GATHER)
             self.release("cast")
 
     def ready(self, unit: int) -> None:
-        blind = self.run.reentrant and self.run.checkpointing != "none"
-        if not blind and unit >= 0:
+        if not self.blind and unit >= 0:
             self.unshard(unit)
+
+    @property
+    def blind(self) -> bool:
+        """Whether units are computed again by a forward pass that FSDP takes for another one."""
+        return self.run.reentrant and self.run.checkpointing != "none"
 
     def release(self, name: str) -> None:
         """Before torch 2.1 (``_register_post_backward_reshard_only_hook``) nothing let a frozen unit go in backward."""
-        if not (self.run.frozen_stay and name.startswith("unit") and self.new.sections[-1].startswith("backward")):
-            super().release(name)
+        is_unit, index = name.startswith("unit"), self.open.get(name)
+        if self.run.frozen_stay and is_unit and self.new.sections[-1].startswith("backward"):
+            return
+        if is_unit and index is not None:
+            self.new.entries[index].awaited = True
+            self.freed.append(index)
+        super().release(name)
+
+    def enter(self, name: str) -> None:
+        if name in ("forward before", "optimizer", "end") and self.freed:  # loops read each micro-step's loss
+            self.new.through(self.freed[-1])
+            self.freed.clear()
+        super().enter(name)
+        block = block_of(name)
+        if (
+            block is not None and name.startswith("backward") and self.blind
+        ):  # once to compute it again, once for backward
+            self.release(f"unit {block}")
+            self.unshard(block)
 
     def let_go(self, name: str, old: Entry, index: int) -> None:
         """Free it, unless a hook on the input of a frozen unit keeps it, and its gradient, to the end of backward."""

@@ -81,7 +81,7 @@ class Rank:
         """Bytes of the parameters of each block, and of all outside the blocks at -1, as computed."""
         out: Counter[int] = Counter()
         for entry in self.old.entries:
-            if entry.owner == "parameter":
+            if entry.owner == "parameter" and not entry.whole:
                 block = block_of(self.old.sections[entry.section])
                 out[-1 if block is None else block] += entry.n_bytes
         return out
@@ -138,7 +138,7 @@ class Rank:
     def size(self, old: Entry) -> int:
         """A share of a parameter in its stored type, and of states; frozen ones are held as they are computed."""
         counts_steps = old.owner == "optimizer_state" and not old.shape
-        if self.stage < {"parameter": 3, "optimizer_state": 1}.get(old.owner, 4) or counts_steps:
+        if old.whole or self.stage < {"parameter": 3, "optimizer_state": 1}.get(old.owner, 4) or counts_steps:
             return old.n_bytes
         stored = self.stored if self.run.method == "full" else 1.0
         return round(self.share(old) * stored)

@@ -29,7 +29,7 @@ from .foreign import Dtype, ForeignRun, Lengths, Spread
 from .layout import Micro
 from .ledger import Ledger
 from .lengths import Family, lasting, probes
-from .loading import loaded
+from .loading import arrivals, loaded
 from .meshes import mesh_of
 from .models import fill_empty
 from .nn.attend import standing_for
@@ -38,6 +38,7 @@ from .ranks import of_rank
 from .sharding import Buckets, computed_as
 from .slices import sliced, stages
 from .stacks import builder_of
+from .stacks.adapters import Packed
 from .stacks.attention import cuda_kernels
 from .stacks.base import Stepped
 from .stacks.optimizers import optimizer_of
@@ -194,6 +195,7 @@ def _own(stepped: Stepped, batch: Sequence[Tensor], ledger: Ledger) -> None:
     ledger.own((p for p in stepped.model.parameters() if id(p) not in seen), "parameter")
     ledger.own((b for b in stepped.model.buffers() if id(b) not in seen), "input")
     ledger.own(batch, "input")
+    ledger.leave_whole(t for m in stepped.model.modules() if isinstance(m, Packed) for t in m.beside())
 
 
 @contextmanager
@@ -286,13 +288,21 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     return {"moments": moments, "live_bytes": live, **readings, "seconds": time.perf_counter() - start}
 
 
-def readings_of(stream: Stream, workspace_bytes: int, segments: Kind = "classic") -> dict[str, int]:
-    """What the caching allocator counts: tensors rounded, what it holds, and the least it goes through with."""
-    events = [*workspaces_of(workspace_bytes), *stream.allocations()]
-    free = replay(events, None, segments)
+def readings_of(
+    stream: Stream, workspace_bytes: int, segments: Kind = "classic", sent: Sequence[Event] = ()
+) -> dict[str, int]:
+    """What the caching allocator counts: tensors rounded, what it holds, and the least it goes through with.
+
+    ``sent``: the load of a rank that is sent its weights, which stay where it leaves them. How far its host gets ahead
+    is a matter of time, so it is in what every rank must go through with, not in what is held.
+    """
+    taken, held = workspaces_of(workspace_bytes), stream.allocations()
+    free, least = replay([*taken, *held], None, segments), smallest_capacity([*taken, *held], segments)
+    if sent:
+        step = [event for event in held if stream.entries[event[0]].owner != "parameter"]
+        least = max(least, smallest_capacity([*sent, *taken, *step], segments))
     return {
-        "allocated_bytes": free.allocated_bytes, "reserved_bytes": free.reserved_bytes,
-        "capacity_bytes": smallest_capacity(events, segments),
+        "allocated_bytes": free.allocated_bytes, "reserved_bytes": free.reserved_bytes, "capacity_bytes": least,
     }  # fmt: skip
 
 
@@ -310,7 +320,8 @@ def foreseen(config: Mapping[str, Any], run: ForeignRun, workspace_bytes: int, w
     load = loaded(simulated, stream, run)
     moments = {"load": load, **stream.moments("start" if run.longest_first else STEADY)}
     readings = {
-        name: max(n, sum(load.values())) for name, n in readings_of(stream, workspace_bytes, run.segments).items()
+        name: max(n, sum(load.values()))
+        for name, n in readings_of(stream, workspace_bytes, run.segments, arrivals(simulated, run)).items()
     }
     notes = []
     if run.lengths and (family := _family(config, run, stream, whole)):

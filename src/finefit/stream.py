@@ -7,6 +7,7 @@ middle block, so that depth costs nothing to simulate.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from .allocator import AWAITED
 from .footprint import COMPONENTS, MOMENTS
 
 
@@ -26,11 +27,16 @@ class Entry:
     """The decoder block it belongs to, where its section does not say: what an update makes for each tensor."""
     lane: int = 0
     """The CUDA stream it was taken on: 0 computes, others communicate."""
+    awaited: bool = False
+    """Another CUDA stream reads it when it dies: used again when that is through with it."""
+    whole: bool = False
+    """A tensor beside a parameter, to engines that cut parameters: each rank has all of it."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """``events`` are (entry, +1 born or -1 died); section i holds the events from ``section_start[i]``."""
+    """``events`` are (entry, +1 born, -1 died or 0 its memory, and that of all before it, can be used again after it was
+    awaited); section i holds the events from ``section_start[i]``."""
 
     entries: list[Entry] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -54,6 +60,10 @@ class Stream:
         entry = self.entries[index]
         entry.died, entry.died_section = len(self.events), len(self.sections) - 1
         self.events.append((index, -1))
+
+    def through(self, index: int) -> None:
+        """The streams that read what died up to this entry are through with it."""
+        self.events.append((index, 0))
 
     def component(self, entry: Entry) -> str:
         """What was born in a forward section and outlived it is an activation, what died where it was born temporary."""
@@ -104,7 +114,11 @@ class Stream:
     def allocations(self) -> list[tuple[int, int, int]]:
         """(entry, bytes, CUDA stream), bytes negative where it goes: what ``allocator.replay`` takes."""
         held = self.entries
-        return [(i, sign * held[i].n_bytes, held[i].lane) for i, sign in self.events if held[i].n_bytes]
+        return [
+            (i, sign * held[i].n_bytes, AWAITED if sign <= 0 and held[i].awaited else held[i].lane)
+            for i, sign in self.events
+            if held[i].n_bytes
+        ]
 
 
 def moment_of(section: str) -> str:
@@ -191,7 +205,7 @@ class _Unroller:
             for one, which in self._targets(entry, group, copy):
                 if sign > 0:
                     old = self.old.entries[one]
-                    made = Entry(old.n_bytes, 0, 0, old.shape, old.itemsize, old.owner)
+                    made = Entry(old.n_bytes, 0, 0, old.shape, old.itemsize, old.owner, whole=old.whole)
                     self.at[one, which] = self.new.born(made)
                 else:
                     self.new.died(self.at.pop((one, which)))

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finefit.allocator import MIB
 from finefit.foreign import ForeignRun
 from finefit.ledger import Ledger
-from finefit.simulate import STEADY, fake_world, step
+from finefit.simulate import STEADY, fake_world, readings_of, step
 from finefit.stacks import litgpt, titan, torchtune, transformers
 from finefit.stacks.base import Stepped
 from finefit.stacks.compiled import Piece
+from finefit.stream import Entry, Stream
 
 h, n, f, V, T = 64, 4, 96, 128, 128
 w, k, r = h, h // 2, 8
@@ -222,3 +224,49 @@ def test_packed_layers_that_keep_their_inputs_keep_what_no_other_does(packed: di
     plain = kept(transformers.build, EQUAL, **fields, quantised="nf4")
     # What the norms made, for q, k, v and for the gated MLP, and the MLP's product; attention keeps its own result.
     assert kept(transformers.build, EQUAL, **fields, **packed) == plain + T * (2 * h + 2 * h + 2 * f)
+
+
+PACKED = {**lora("transformers", **QV), "autocast": True, "attention": "flash"}
+
+
+def _stored(**fields: Any) -> tuple[int, int]:
+    """Bytes of the parameters of a block, and of what hangs on them."""
+    ledger, _ = stepped(transformers.build, GROUPED, **{**PACKED, **fields})
+    own = [e for e in ledger.entries if ledger.sections[e.section] == "own 1"]
+    return sum(e.n_bytes for e in own), sum(e.n_bytes for e in own if e.whole)
+
+
+def test_scales_of_bitsandbytes_hang_on_the_weight_and_gptqs_are_parameters() -> None:
+    weights = 2 * h * w + 2 * h * k + 3 * h * f
+    scales, matrices = 4 * weights // 64, 7
+    assert _stored(quantised="nf4")[1] == scales + matrices * 16 * 4
+    assert _stored(quantised="gptq4")[1] == _stored(quantised="gptq4_rows")[1] == 0
+
+
+def test_gptq_without_groups_has_a_scale_a_row() -> None:
+    wide = {**GROUPED, "hidden_size": 4 * h}  # 256 columns: two groups of 128
+    sizes = [
+        sum(e.n_bytes for e in stepped(transformers.build, wide, **{**PACKED, "quantised": kind})[0].entries
+            if e.owner == "parameter" and e.itemsize == 2 and e.shape in {(2 * rows,), (rows,)})
+        for kind, rows in (("gptq4", f), ("gptq4_rows", f))
+    ]  # fmt: skip
+    assert sizes[0] > sizes[1] > 0
+
+
+def test_an_mlp_without_its_kernel_keeps_the_activated_gate_too() -> None:
+    kernels = {"fused_kernels": True, "attention": "flash"}
+    fused = kept(transformers.build, GROUPED, **kernels)
+    assert kept(transformers.build, GROUPED, fused_mlp=False, **kernels) == fused + 2 * f * T
+
+
+def test_a_load_that_cuts_segments_up_asks_for_more_capacity() -> None:
+    stream = Stream()
+    stream.born(Entry(30 * MIB, 0, 0, (), 1, "parameter"))
+    for _ in range(2):
+        stream.born(Entry(45 * MIB, 0, 0, (), 1))
+    sent = [(-9, 80 * MIB), (-9, -1), (-10, 30 * MIB)]  # the shard lies in what a bucket was
+    plain, after = readings_of(stream, 0), readings_of(stream, 0, "classic", sent)
+    assert {key: after[key] - plain[key] for key in plain} == {
+        "allocated_bytes": 0, "reserved_bytes": 0, "capacity_bytes": after["capacity_bytes"] - plain["capacity_bytes"],
+    }  # fmt: skip
+    assert after["capacity_bytes"] > plain["capacity_bytes"]

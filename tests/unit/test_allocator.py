@@ -2,7 +2,7 @@
 
 import random
 
-from finefit.allocator import MIB, Replay, replay, smallest_capacity
+from finefit.allocator import AWAITED, MIB, Replay, replay, smallest_capacity
 
 
 def test_small_tensors_share_a_segment_of_two_mebibytes() -> None:
@@ -87,3 +87,21 @@ def test_what_is_cached_on_one_stream_serves_no_other() -> None:
     for kind in ("classic", "expandable"):
         assert replay(events, None, kind).reserved_bytes == 80 * MIB
         assert replay(events, 60 * MIB, kind) == Replay(40 * MIB, 40 * MIB, 1)
+
+
+def test_what_another_stream_still_reads_is_free_but_not_used_again_until_that_is_waited_for() -> None:
+    read = [(1, 40 * MIB), (1, -1, AWAITED), (2, 40 * MIB)]
+    again = replay([*read, (1, 0, AWAITED), (3, 40 * MIB)])
+    assert (again.allocated_bytes, again.reserved_bytes) == (80 * MIB, 80 * MIB)
+    assert replay([*read, (3, 40 * MIB)]).reserved_bytes == 120 * MIB
+
+
+def test_streams_are_waited_for_up_to_a_tensor() -> None:
+    read = [(1, 40 * MIB), (2, 60 * MIB), (1, -1, AWAITED), (2, -1, AWAITED)]
+    for last, expected in ((1, 160), (2, 100), (3, 200)):
+        assert replay([*read, (last, 0, AWAITED), (4, 40 * MIB), (5, 60 * MIB)]).reserved_bytes == expected * MIB
+
+
+def test_a_full_device_waits_for_all_streams_first() -> None:
+    found = replay([(1, 40 * MIB), (1, -1, AWAITED), (2, 60 * MIB)], 60 * MIB)
+    assert (found.retries, found.failed_at) == (1, -1)

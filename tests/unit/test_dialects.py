@@ -411,6 +411,10 @@ def test_trl_launch_and_packing_without_flash(tmp_path: Path) -> None:
 def test_trl_fsdp_of_the_trainer(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nfsdp: shard_grad_op auto_wrap\nfsdp_config: {fsdp_version: 1}\n"
     assert Spread(data=2, shard_stage=2, shards=2, engine="fsdp1", reduces="last") == foreign(tmp_path, text).run.spread
+    efficient = text.replace("_version: 1", "_version: 1, fsdp_cpu_ram_efficient_loading: true")
+    assert ["", "first", ""] == [
+        foreign(tmp_path, one).run.load for one in (text, efficient, efficient.replace("n: 1", "n: 2"))
+    ]  # fmt: skip
 
 
 def test_trl_refuses_other_trainers(tmp_path: Path) -> None:

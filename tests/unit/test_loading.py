@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from finefit.allocator import MIB, replay
 from finefit.foreign import ForeignRun, Spread
-from finefit.loading import loaded, way_of
+from finefit.loading import arrivals, loaded, way_of
 from finefit.ranks import of_rank
 from finefit.stream import Entry, Stream
 
@@ -43,3 +44,43 @@ def test_on_one_device_weights_are_read_in_their_place() -> None:
 
 def test_a_packed_tensor_comes_unpacked() -> None:
     assert _temporary(replace(RUN, method="lora", quantised="nf4")) == 4 * 60
+
+
+SENT = replace(RUN, trained_dtype="bfloat16", load="first", spread=TWO)
+
+
+def _large() -> Stream:
+    """Two blocks of 200 and 100 MiB, and a scale of one weight that is no parameter."""
+    stream = Stream()
+    for block in range(2):
+        stream.opened(f"own {block}")
+        for size in (200, 100):
+            stream.born(Entry(size * MIB, 0, 0, (size,), 2, "parameter"))
+    stream.born(Entry(20 * MIB, 0, 0, (20,), 1, "parameter", whole=True))
+    return stream
+
+
+def test_a_rank_that_is_sent_its_weights_uses_no_bucket_twice() -> None:
+    events = arrivals(_large(), SENT)
+    # 20 apart; two tensors, a bucket and a flat copy of 300; the next unit puts its tensors where those were
+    assert replay(events).reserved_bytes == (20 + 300 + 300 + 300 + 300 + 300) * MIB
+    assert replay([*events, (1, 300 * MIB), (2, 300 * MIB)]).reserved_bytes == replay(events).reserved_bytes
+    held = {key: n_bytes for key, n_bytes, *_ in events if n_bytes > 0}
+    for key, n_bytes, *_ in events:
+        if n_bytes < 0:
+            del held[key]
+    assert sorted(held.values()) == [20 * MIB, 150 * MIB, 150 * MIB]
+
+
+def test_buckets_are_whole_tensors_and_two_are_under_way() -> None:
+    stream = _large()
+    for _ in range(4):
+        stream.born(Entry(130 * MIB, 0, 0, (130,), 2, "parameter"))
+    sent = [n_bytes // MIB for _, n_bytes, *_ in arrivals(stream, SENT)]
+    # tensors, two buckets, the first goes before the third is filled
+    assert [200, 100, 130, 130, 130, 130, 300, 260, -1, 260] == sent[sent.index(130) - 2 :][:10]
+
+
+def test_nothing_is_sent_where_shards_do_not_stay_or_every_rank_reads() -> None:
+    for run in (replace(SENT, load=""), replace(SENT, parameters_on_host=True), replace(SENT, spread=Spread())):
+        assert arrivals(_large(), run) == []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from finefit.allocator import MIB, replay
 from finefit.foreign import ForeignRun, Spread
 from finefit.placement import placed
 from finefit.ranks import of_rank
@@ -126,3 +127,43 @@ def _live_at(stream: Stream, section: str, n_bytes: int) -> int:
 def test_until_keeps_what_was_alive() -> None:
     cut = _stream().until("optimizer")
     assert [e.n_bytes for e in cut.entries if e.died < 0] == [100, 100, 100, 100]
+
+
+def test_what_hangs_on_a_parameter_is_neither_cut_nor_gathered() -> None:
+    stream = _stream()
+    stream.entries[0].whole = True
+    run = replace(RUN, spread=Spread(data=2, shard_stage=3, shards=2, engine="fsdp1"), parameters_on_host=True)
+    cut = of_rank(stream, run)
+    assert [100, 50] == [e.n_bytes for e in cut.entries if e.owner == "parameter"]
+    assert {100} == {e.n_bytes for e in cut.entries if e.lane == 1}  # the other's alone
+    assert [100] == [e.n_bytes for e in placed(cut, run).entries if e.owner == "parameter"]
+
+
+def _frozen(depth: int) -> Stream:
+    """A step of as many frozen blocks of 40 MiB."""
+    stream = Stream()
+    for block in range(depth):
+        stream.opened(f"own {block}")
+        stream.born(Entry(40 * MIB, 0, 0, (20 * MIB,), 2, "parameter"))
+    step = ["forward before", *(f"forward {i}" for i in range(depth)), "loss", "backward start"]
+    for name in (*step, *(f"backward {i}" for i in reversed(range(depth))), "idle", "optimizer", "end"):
+        stream.opened(name)
+    return stream
+
+
+def _gathers_hold(stream: Stream) -> int:
+    """MiB that the stream which gathers keeps."""
+    events = [event for event in stream.allocations() if stream.entries[event[0]].lane == 1]
+    return replay(events).reserved_bytes // MIB
+
+
+def test_fsdp_1_gathers_into_the_block_of_the_last_unit_but_one() -> None:
+    run = replace(RUN, method="lora", spread=Spread(data=2, shard_stage=3, shards=2, engine="fsdp1"))
+    again = replace(run, checkpointing="full", reentrant=True)  # nothing is gathered ahead
+    assert [3 * 40, 2 * 40] == [_gathers_hold(of_rank(_frozen(6), one)) for one in (run, again)]
+
+
+def test_what_is_awaited_is_so_where_shards_are_on_the_host() -> None:
+    run = replace(RUN, method="lora", spread=Spread(data=2, shard_stage=3, shards=2, engine="fsdp1"))
+    run = replace(run, parameters_on_host=True)
+    assert 3 * 40 == _gathers_hold(placed(of_rank(_frozen(6), run), run))

@@ -70,7 +70,7 @@ class Packed(nn.Module):
     def __init__(self, linear: nn.Linear, kind: str, device: torch.device, keeps_input: bool = False) -> None:
         super().__init__()
         self.packed: Tensor
-        self.shape, self.kind = tuple(linear.weight.shape), kind
+        self.shape, self.kind, self.gptq = tuple(linear.weight.shape), kind, kind.startswith("gptq")
         self.keeps_input = keeps_input or kind == "int8"
         numel = linear.weight.numel()
         self.bias = linear.bias
@@ -79,13 +79,18 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        cast = x.to(torch.bfloat16 if wanted is torch.float32 and self.kind != "gptq4" else wanted)
+        cast = x.to(torch.bfloat16 if wanted is torch.float32 and not self.gptq else wanted)
         if self.kind == "int8":
             cast = x  # a function of its own, which autocast does not reach
         out: Tensor = _UnpackedProduct.apply(cast, self)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
-        return out.to(x.dtype) if self.kind != "gptq4" else out
+        return out.to(x.dtype) if not self.gptq else out
+
+    def beside(self) -> list[Tensor]:
+        """What bitsandbytes hangs on the packed parameter as its ``quant_state``: no parameter, so sharded by nobody.
+        GPTQ's tensors are made parameters before FSDP comes to them (fms-acceleration's ``autogptq_utils.py``)."""
+        return [] if self.gptq else [t for name, t in self.named_buffers() if name != "packed"]
 
     def dense(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight, as the kernel writes it; scales of scales are unpacked first."""
@@ -131,8 +136,8 @@ def _stored(kind: str, numel: int, shape: Sequence[int]) -> list[tuple[str, int,
     """(buffer, elements, type) of a packed weight."""
     if kind == "int8":
         return [("packed", numel, torch.int8), ("scale", shape[0], torch.float32)]
-    if kind == "gptq4":  # groups of 128: fp16 scale, 4-bit zero, an int32 group index a column
-        groups = -(-shape[1] // 128) * shape[0]
+    if kind.startswith("gptq4"):  # groups of 128, or a row: fp16 scale, 4-bit zero, an int32 group index a column
+        groups = shape[0] * (1 if kind == "gptq4_rows" else -(-shape[1] // 128))
         return [
             ("packed", numel // 8, torch.int32), ("scale", groups, torch.float16), ("zero", groups // 8, torch.int32),
             ("index", shape[1], torch.int32),

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 
-def with_kernels(model: nn.Module) -> None:
-    """Swap RMS norms and gated MLPs of the usual form, on the instance."""
+def with_kernels(model: nn.Module, gated: bool = True) -> None:
+    """Swap RMS norms and, if ``gated``, MLPs of the usual form, on the instance."""
     for parent in list(model.modules()):
         children: list[tuple[str, Any]] = list(parent.named_children())
         for name, child in children:
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, _Norm(child.weight))
-            elif all(hasattr(child, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            elif gated and all(hasattr(child, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
                 child.act_fn = nn.Identity()
                 _gated(child)
 

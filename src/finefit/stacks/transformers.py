@@ -65,7 +65,7 @@ def _on_meta(config: Mapping[str, Any], run: ForeignRun, depth: int) -> Any:
             model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
     spread_evenly(model, as_linears=run.is_quantised)
     if run.fused_kernels:
-        with_kernels(model)
+        with_kernels(model, run.fused_mlp)
     return model.train()
 
 

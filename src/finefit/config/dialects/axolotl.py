@@ -68,7 +68,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
         quantised=quantised, attention=kind, optimizer=optimizer.name,
         optimizer_bits=optimizer.bits_with(types["trained_dtype"]), foreach=optimizer.foreach, paged=optimizer.paged,
         clipped=hf.clip(sheet) > 0, compiled=str(sheet.get("torch_compile", False)).lower() in ("true", "auto"),
-        optimizer_on_host=how.optimizer_on_host,
+        optimizer_on_host=how.optimizer_on_host, load=how.load,
         parameters_on_host=how.parameters_on_host or bool(sheet.get("layer_offloading")),
         spread=spread(sheet, how, devices, _degrees(sheet, how)), **types, **adapter, **kernels, **_rows(sheet, kind),
     )  # fmt: skip

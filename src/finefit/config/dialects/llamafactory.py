@@ -76,7 +76,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
         quantised=quantised, optimizer=optimizer.name, optimizer_bits=optimizer.bits_with(precision.trained),
         foreach=optimizer.foreach, paged=optimizer.paged, clipped=hf.clip(sheet) > 0,
         compiled=sheet.flag("torch_compile"), optimizer_on_host=how.optimizer_on_host,
-        parameters_on_host=how.parameters_on_host, spread=spread(sheet, how, devices),
+        parameters_on_host=how.parameters_on_host, load=how.load, spread=spread(sheet, how, devices),
         **adapter, **kernels, **_rows(sheet, kernels["attention"]),
     )  # fmt: skip
     _wishes(sheet, run)

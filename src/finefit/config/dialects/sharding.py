@@ -34,6 +34,8 @@ class Sharding:
     """DeepSpeed's own file switches bf16 on."""
     tensor: int = 1
     reduces: Literal["each", "last"] = "each"
+    load: Literal["", "first"] = ""
+    """The first rank alone reads the weights (accelerate's ``cpu_ram_efficient_loading``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def fsdp(sheet: Sheet, flags: str, options: str, version: int = 1) -> Sharding:
         "fsdp2" if str(number) == "2" else "fsdp1", stage, offloads, offloads,
         checkpointing=bool(told.get("activation_checkpointing")),
         reduces="last",  # accelerate's accumulation enters no_sync, unless sync_each_batch is asked for
+        load="first" if str(told.get("cpu_ram_efficient_loading")).lower() == "true" and str(number) == "1" else "",
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ _DTYPES: dict[str, Dtype] = {
 }  # fmt: skip
 #: ``trl/accelerate_configs``, which ``accelerate_config`` names, all for 8 processes.
 _LAUNCHES = {
-    "fsdp1": Sharding("fsdp1", 3), "fsdp2": Sharding("fsdp2", 3), "multi_gpu": Sharding("ddp"),
+    "fsdp1": Sharding("fsdp1", 3, load="first"), "fsdp2": Sharding("fsdp2", 3), "multi_gpu": Sharding("ddp"),
     "single_gpu": Sharding(), "zero1": Sharding("deepspeed", 1), "zero2": Sharding("deepspeed", 2),
     "zero3": Sharding("deepspeed", 3),
 }  # fmt: skip
@@ -66,7 +66,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
         foreach=optimizer.foreach, paged=optimizer.paged, clipped=hf.clip(sheet) > 0, attention=kind, loss=loss,
         loss_chunks=chunks, fused_kernels=kernels, compiled=sheet.flag("torch_compile"),
         optimizer_on_host=how.optimizer_on_host, parameters_on_host=how.parameters_on_host,
-        spread=spread(sheet, how, devices), **types, **adapter, **_checkpointing(sheet, how),
+        load=how.load, spread=spread(sheet, how, devices), **types, **adapter, **_checkpointing(sheet, how),
     )  # fmt: skip
     _wishes(sheet, run)
     return sheet.result(run)
