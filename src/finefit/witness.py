@@ -79,9 +79,10 @@ class Simulator:
         if "error" in answer:
             raise EngineError(f"the step could not be simulated: {answer['error']}")
         slack = answer["reserved_bytes"] - answer["live_bytes"]
-        readings = (answer[key] for key in ("allocated_bytes", "reserved_bytes", "capacity_bytes", "seconds"))
-        said = tuple(answer.get("notes", ()))
-        return Simulated(Footprint("simulated", answer["moments"], slack), *readings, said)
+        return Simulated(
+            Footprint("simulated", answer["moments"], slack), answer["allocated_bytes"], answer["reserved_bytes"],
+            answer["capacity_bytes"], answer["seconds"], tuple(answer.get("notes", ())),
+        )  # fmt: skip
 
     def _answer(self, line: str) -> dict[str, Any]:
         process = self._running()
