@@ -168,11 +168,11 @@ def test_llamafactory_reads_the_file_behind_a_dataset_name(tmp_path: Path) -> No
 
 def test_llamafactory_refuses_all_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert complaint(
-        tmp_path, "model_name_or_path: m\nstage: dpo\ndo_train: true\nuse_galore: true\ncutof_len: 9\n"
+        tmp_path, "model_name_or_path: m\nstage: dpo\ndo_train: true\nuse_apollo: true\ncutof_len: 9\n"
     ) == (
         "3 problems\n"
         "run.yaml:2:1: 'stage': dpo: preference and reinforcement training is not supervised fine-tuning\n"
-        "run.yaml:4:1: 'use_galore': gradients projected to a low rank are not expressed\n"
+        "run.yaml:4:1: 'use_apollo': gradients projected to a low rank are not expressed\n"
         "run.yaml:5:1: 'cutof_len': unknown to LLaMA-Factory (did you mean 'cutoff_len'?)"
     )
 
@@ -418,10 +418,10 @@ def test_trl_fsdp_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_trl_refuses_other_trainers(tmp_path: Path) -> None:
-    assert complaint(tmp_path, "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\noptim: galore_adamw\n") == (
+    assert complaint(tmp_path, "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\noptim: galore_adafactor\n") == (
         "2 problems\n"
         "run.yaml:3:1: 'beta': a key of another TRL trainer; only trl sft can be read\n"
-        "run.yaml:4:1: 'optim': the optimizer galore_adamw projects gradients to a low rank, "
+        "run.yaml:4:1: 'optim': the optimizer galore_adafactor projects gradients to a low rank, "
         "which a simulated step cannot express"
     )
     assert complaint(tmp_path, "model_name_or_path: m\ndataset_name: d\nmax_lenght: 4\n") == (
@@ -540,3 +540,35 @@ def test_devices_that_a_mesh_cannot_fill(tmp_path: Path) -> None:
     path.write_text("base_model: m\ntensor_parallel_size: 2\n")
     with pytest.raises(ConfigError, match="3 devices cannot be divided into groups of 2"):
         read(path, devices=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "model_name_or_path: m\ndataset_name: d\noptim: galore_adamw_8bit\noptim_args: rank=64, scale=0.1\n",
+            ("galore_adamw", 8, 64, False),
+        ),
+        (
+            "model_name_or_path: m\ndataset_name: d\noptim: galore_adamw_layerwise\noptim_target_modules: all-linear\n",
+            ("galore_adamw", 32, 128, True),
+        ),
+        (
+            "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: full\nuse_galore: true\npure_bf16: true\n",
+            ("galore_adamw", 16, 16, False),
+        ),
+    ],
+)
+def test_galore(tmp_path: Path, text: str, expected: tuple[str, int, int, bool]) -> None:
+    found = foreign(tmp_path, text)
+    run = found.run
+    assert expected == (run.optimizer, run.optimizer_bits, run.rank, run.step_in_backward)
+    assert f"GaLore projects the linear layers of attention and MLP to rank {run.rank}" in run.notes
+    assert found.ignored[0] in ("optim", "use_galore")
+
+
+def test_galore_of_adapters_is_refused(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nuse_peft: true\noptim: galore_adamw\n"
+    assert complaint(tmp_path, text) == (
+        "run.yaml:4:1: 'optim': a low-rank space of adapters' gradients is not expressed\nhint: train whole weights with it"
+    )

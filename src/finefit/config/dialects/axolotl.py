@@ -57,6 +57,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     quantised = _quantised(sheet, model)
     optimizer = optimizers.named(sheet, "optimizer", hf.DEFAULT_OPTIMIZER, optimizers.AXOLOTL)
     adapter = _adapter(sheet) if method == "lora" else {}
+    adapter |= optimizers.of_whole(sheet, "optimizer", optimizer, method)
     types = _types(sheet, method, how, kind)
     sheet.check(AXOLOTL)
     micro, accumulation = _batch(sheet)

@@ -22,7 +22,7 @@ _BLOCKS = "an optimizer that updates one block at a time is not expressed"
 _LOW_RANK = "gradients projected to a low rank are not expressed"
 _MEGATRON = "a run on Megatron is not expressed"
 _UNEXPRESSED = {
-    "use_galore": _LOW_RANK, "use_apollo": _LOW_RANK, "use_badam": _BLOCKS, "use_adam_mini": "Adam-mini is not expressed",
+    "use_apollo": _LOW_RANK, "use_badam": _BLOCKS, "use_adam_mini": "Adam-mini is not expressed",
     "use_llama_pro": hf.PARTS, "mixture_of_depths": "mixture of depths is not expressed",
     "shift_attn": "shifted sparse attention is not expressed", "fp8": hf.FP8, "use_kt": "experts on the CPU are not expressed",
     "use_dft_loss": hf.OWN_LOSS, "use_asft_loss": "a loss against a second model is not expressed",
@@ -65,6 +65,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     precision = _precision(sheet, method, how)
     optimizer = _optimizer(sheet)
     adapter = _adapter(sheet) if method == "lora" else {}
+    adapter |= optimizers.of_whole(sheet, "use_galore", optimizer, method)
     kernels = _kernels(sheet, how)
     if method == "full" and quantised:
         sheet.refuse("quantization_bit", "packed weights cannot be trained; LLaMA-Factory refuses this too")
@@ -130,7 +131,13 @@ def _optimizer(sheet: Sheet) -> optimizers.Optimizer:
     if sheet.get("use_muon"):
         sheet.loses("use_muon")
         return optimizers.AXOLOTL["muon"]
-    return optimizers.named(sheet, "optim", hf.DEFAULT_OPTIMIZER)
+    named = optimizers.named(sheet, "optim", hf.DEFAULT_OPTIMIZER)
+    if not sheet.flag("use_galore"):
+        return named
+    if named.name != "adamw" or named.paged:
+        sheet.refuse("optim", f"GaLore of {sheet.text('optim')} is not expressed; that of AdamW is")
+    layerwise = sheet.flag("galore_layerwise")
+    return optimizers.galore(sheet, "use_galore", named.bits, sheet.whole("galore_rank", 16), layerwise)
 
 
 def _adapter(sheet: Sheet) -> dict[str, Any]:

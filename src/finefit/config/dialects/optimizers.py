@@ -6,7 +6,9 @@ their moments in the parameter's type and step many tensors at once unless fused
 tensor at a time.
 """
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from ...foreign import Dtype
 from .sheet import Sheet
@@ -20,6 +22,9 @@ class Optimizer:
     bits: int = 0
     foreach: bool = False
     paged: bool = False
+    rank: int = 0
+    """Of the space that gradients of whole weights are projected into; 0: none."""
+    in_backward: bool = False
 
     def bits_with(self, trained: Dtype) -> int:
         return self.bits or (32 if trained == "float32" else 16)
@@ -66,10 +71,12 @@ AXOLOTL: dict[str, Optimizer] = {
 }
 _LOW_RANK = "projects gradients to a low rank, which a simulated step cannot express"
 _REASONS: dict[str, str] = {
-    "galore": _LOW_RANK, "apollo": _LOW_RANK, "q_galore": _LOW_RANK,
+    "galore_adafactor": _LOW_RANK, "apollo": _LOW_RANK, "q_galore": _LOW_RANK,
     "lomo": "steps inside a backward pass of its own", "adalomo": "steps inside a backward pass of its own",
     "ademamix": "keeps three moments", "paged_ademamix": "keeps three moments", "dion": "keeps low-rank moments",
 }  # fmt: skip
+_GALORE = {"galore_adamw": 0, "galore_adamw_8bit": 8}  # bits of the moments; 0: the gradient's type
+_GALORE_RANK = 128  # trainer_optimizer.py
 CLASSES: dict[str, Optimizer] = {
     "torch.optim.AdamW": Optimizer("adamw", foreach=True),
     "torch.optim.Adam": Optimizer("adam", foreach=True),
@@ -93,6 +100,36 @@ def named(sheet: Sheet, key: str, default: str, known: dict[str, Optimizer] = HF
     found = known.get(word) or known.get(word.replace("torchao.prototype.low_bit_optim.", "torchao.optim."))
     if found:
         return found
+    kind = word.removesuffix("_layerwise")
+    if kind in _GALORE and known is not CLASSES:
+        return galore(sheet, key, _GALORE[kind], _rank_of(sheet.get("optim_args")), word != kind)
     family = next((name for name in sorted(_REASONS, key=len, reverse=True) if word.startswith(name)), "")
     sheet.refuse(key, f"the optimizer {word} {_REASONS.get(family, 'is not one that can be simulated')}")
     return HF["adamw_torch"]
+
+
+def galore(sheet: Sheet, key: str, bits: int, rank: int, layerwise: bool) -> Optimizer:
+    """AdamW in a low-rank space of the gradients; of each tensor inside backward where it is ``layerwise``."""
+    sheet.loses(key)
+    sheet.note(f"GaLore projects the linear layers of attention and MLP to rank {rank}")
+    sheet.get("optim_target_modules")
+    return Optimizer("galore_adamw", bits, rank=rank, in_backward=layerwise)
+
+
+def _rank_of(arguments: object) -> int:
+    """Of ``optim_args``, which is text (``rank=64, scale=0.10``) or, in Axolotl, a mapping."""
+    if isinstance(arguments, dict):
+        return int(arguments.get("rank", _GALORE_RANK))
+    found = re.search(r"\brank\s*=\s*(\d+)", str(arguments or ""))
+    return int(found[1]) if found else _GALORE_RANK
+
+
+def of_whole(sheet: Sheet, key: str, optimizer: Optimizer, method: str) -> dict[str, Any]:
+    """What such an optimizer adds to a run that trains whole weights; adapters' gradients are not projected."""
+    if not optimizer.rank:
+        return {}
+    if method != "full":
+        sheet.refuse(
+            key, "a low-rank space of adapters' gradients is not expressed", hint="train whole weights with it"
+        )
+    return {"rank": optimizer.rank, "step_in_backward": optimizer.in_backward}

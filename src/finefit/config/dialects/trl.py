@@ -52,6 +52,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     quantised = _quantised(sheet, model, method)
     optimizer = optimizers.named(sheet, "optim", hf.DEFAULT_OPTIMIZER)
     adapter = _adapter(sheet, model) if method == "lora" else {}
+    adapter |= optimizers.of_whole(sheet, "optim", optimizer, method)
     loss, kernels = _loss(sheet)
     sheet.check(TRL)
     sheet.note("the file does not say which trl command it is for: read as trl sft")
