@@ -326,13 +326,17 @@ def test_unknown_architecture(finefit, model, data, tmp_path):
 
 
 def test_plan_is_quick_and_torch_free(environment):
+    """Its processor's time: another test runs beside this one. The best of three, the first of which may compile."""
     code = (
-        "import sys, time; t = time.perf_counter(); sys.argv = ['finefit', 'plan', 'meta-llama/Llama-3.1-8B', '--gpu', "
-        "'RTX 4090', '--method', 'lora'];\nfrom finefit.cli import main\ntry:\n main()\nexcept SystemExit as e:\n "
-        "assert not e.code, e.code\nassert 'torch' not in sys.modules\nprint('SECONDS', time.perf_counter() - t)"
+        "import sys, time; sys.argv = ['finefit', 'plan', 'meta-llama/Llama-3.1-8B', '--gpu', 'RTX 4090', '--method', "
+        "'lora'];\nfrom finefit.cli import main\ntry:\n main()\nexcept SystemExit as e:\n assert not e.code, e.code\n"
+        "assert 'torch' not in sys.modules\nassert 'numpy' not in sys.modules\nprint('SECONDS', time.process_time())"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert float(done.stdout.rpartition("SECONDS")[2]) < 0.7
+    said = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(3)
+    ]
+    assert min(float(one.rpartition("SECONDS")[2]) for one in said) < 0.7
 
 
 @pytest.mark.parametrize(
