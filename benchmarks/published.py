@@ -172,6 +172,8 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
         autocast = False  # its low_precision_layernorm, the default, leaves autocast; all else is bf16 by FSDP
     if own_code and weight == "fp32" and compute != "float32":
         autocast, trained = True, "float32"
+    if _degrees(record).get("impl") == "deepspeed":
+        autocast = False  # its engine casts the module (runtime/engine.py); accelerate adds no autocast to it
     return {
         "frozen_dtype": DTYPES.get(weight, compute), "trained_dtype": trained, "compute_dtype": compute,
         "autocast": autocast, "quantised": quantised,
@@ -201,6 +203,7 @@ def _optimizer(record: Record) -> dict[str, Any]:
         "paged": "paged" in name, "step_in_backward": in_backward or "per_layer" in name or method == "lomo",
         "optimizer_on_host": name == "cpu_adam" or ("cpu" in (record["offload"] or "") and "zero" in record["offload"]),
         "frozen_stay": record["id"] == "oom-cookbook-118",  # its report says torch 2.0.1
+        "rounded_on_host": record["id"].startswith("ds-gpt2"),  # of 2020
         "parameters_on_host": (record["offload"] or "") in ("fsdp-cpu", "zero3-cpu"),
         "activations_on_host": record["offload"] == "activations-cpu",
     }  # fmt: skip

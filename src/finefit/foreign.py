@@ -164,6 +164,8 @@ class ForeignRun:
     """The caching allocator's, by the tool's own launcher or environment."""
     frozen_stay: bool = False
     """FSDP 1 before torch 2.1: units that do not train stay gathered to the end of backward."""
+    rounded_on_host: bool = False
+    """DeepSpeed before 0.14.1, stages 1 and 2: weights updated on the host are rounded there, not on the device."""
     activations_on_host: bool = False
     optimizer_on_host: bool = False
     parameters_on_host: bool = False

@@ -1,0 +1,137 @@
+"""DeepSpeed's ZeRO on a stream: buckets, masters and gradients of a rank, parameters that are whole."""
+
+from dataclasses import replace
+
+from finefit.foreign import ForeignRun, Spread
+from finefit.ranks import of_rank
+from finefit.sharding import GATHER, Buckets
+from finefit.stream import Entry, Stream
+
+FOUR = Spread(data=4, shard_stage=3, shards=4, engine="deepspeed")
+RUN = ForeignRun("transformers", "m", "full", 1, 8, accumulation=2, checkpointing="full", spread=FOUR)
+LITTLE = Buckets(reduce=50, group=30, persistent=0)
+BLOCK, OUTSIDE = 100, 40  # elements of each block's one parameter, of embedding and head
+
+
+def _micro_step(stream: Stream, blocks: int, alive: list[int]) -> None:
+    for name in ("forward before", *(f"forward {i}" for i in range(blocks)), "loss", "backward start"):
+        stream.opened(name)
+    alive += [] if alive else [stream.born(_of(OUTSIDE, "gradient"))]
+    for block in reversed(range(blocks)):
+        stream.opened(f"backward {block}")
+        if len(alive) <= blocks:
+            alive.append(stream.born(_of(BLOCK, "gradient")))
+    stream.opened("idle")
+
+
+def _of(numel: int, owner: str) -> Entry:
+    return Entry(2 * numel, 0, 0, (numel,), 2, owner)
+
+
+def _stream(blocks: int = 3, block: int = BLOCK, outside: int = OUTSIDE) -> Stream:
+    """Two steps, the second of two micro-steps; the embedding gets no gradient."""
+    stream = Stream()
+    for section, sizes in [(f"own {i}", (block,)) for i in range(blocks)] + [("own rest", (outside, outside))]:
+        stream.opened(section)
+        for numel in sizes:
+            stream.born(_of(numel, "parameter"))
+    for micro_steps in (1, 2):
+        if micro_steps == 2:
+            stream.opened("steady")
+        alive: list[int] = []
+        for _ in range(micro_steps):
+            _micro_step(stream, blocks, alive)
+        stream.opened("optimizer")
+        for index in alive:
+            stream.died(index)
+    stream.opened("end")
+    return stream
+
+
+TRAINED = (3 * BLOCK + OUTSIDE) // 4  # elements of a rank: 85
+
+
+def _at(found: Stream, section: str) -> dict[str, int]:
+    """Bytes alive by owner as the steady step's first section of that name ends, gathered ones apart."""
+    first = found.sections.index(section, found.sections.index("steady"))
+    end = [*found.section_start, len(found.events)][first + 1]
+    out: dict[str, int] = {}
+    for entry in found.entries:
+        if entry.born < end and not 0 <= entry.died < end:
+            key = "gathered" if entry.lane == GATHER else entry.owner
+            out[key] = out.get(key, 0) + entry.n_bytes
+    return out
+
+
+def test_stage_3_holds_masters_a_bucket_and_all_gradients_from_the_start() -> None:
+    found = _at(of_rank(_stream(), RUN, LITTLE), "forward before")
+    shares = (3 * BLOCK + 2 * OUTSIDE) * 2 // 4
+    assert {"parameter": shares, "optimizer_state": 12 * TRAINED, "gradient": 2 * TRAINED, "temporary": 2 * 50} == {
+        key: n for key, n in found.items() if key != "gathered"
+    }
+
+
+def test_stage_3_updates_by_groups() -> None:
+    run = replace(RUN, optimizer="adamw", foreach=True)
+    for foreach, most in ((True, 8), (False, 6)):
+        found = of_rank(_stream(), replace(run, foreach=foreach), LITTLE).moments("steady")["optimizer_step"]
+        assert found["temporary"] == 2 * 50 + max(most * 30, 8 * BLOCK // 4)
+
+
+def test_with_the_optimizer_on_the_host_gradients_are_there_too() -> None:
+    found = _at(of_rank(_stream(), replace(RUN, optimizer_on_host=True), Buckets(reduce=5000)), "backward 0")
+    assert {"gradient", "optimizer_state"}.isdisjoint(found)
+
+
+def test_a_gradient_larger_than_a_bucket_waits_for_the_next() -> None:
+    found = of_rank(_stream(), replace(RUN, accumulation=1), LITTLE)
+    whole = [e for e in found.entries if e.owner == "gradient" and e.n_bytes == 2 * BLOCK]
+    lives = [(found.sections[e.section], found.sections[e.died_section]) for e in whole[:3]]
+    assert lives == [("backward 2", "backward 1"), ("backward 1", "backward 0"), ("backward 0", "idle")]
+
+
+def _whole(block: int, outside: int, section: str) -> list[int]:
+    found = of_rank(_stream(5, block, outside), RUN, replace(LITTLE, persistent=10))
+    return sorted(_gathered(found, section))
+
+
+def _gathered(found: Stream, section: str) -> list[int]:
+    first = found.sections.index(section, found.sections.index("steady"))
+    end = [*found.section_start, len(found.events)][first + 1]
+    return [e.n_bytes // 2 // 10**6 for e in found.entries if e.lane == GATHER and e.born < end
+            and not 0 <= e.died < end]  # fmt: skip
+
+
+def test_parameters_that_follow_are_gathered_up_to_a_billion_elements() -> None:
+    assert _whole(300 * 10**6, 50 * 10**6, "forward 0") == [300] * 4
+    assert _whole(600 * 10**6, 50 * 10**6, "forward 0") == [600, 600]
+
+
+def test_the_last_blocks_stay_whole_if_they_are_used_again_soon() -> None:
+    found = of_rank(_stream(5, 300 * 10**6, 50 * 10**6), RUN, replace(LITTLE, persistent=10))
+    lives = [(found.sections[e.section], found.sections[e.died_section]) for e in found.entries if e.lane == GATHER]
+    assert ("forward 1", "backward 3") in lives  # the last block's, asked for three blocks ahead
+    assert _whole(100 * 10**6, 1100 * 10**6, "loss") == [1100]
+
+
+def test_on_one_rank_nothing_is_gathered_but_what_comes_from_the_host() -> None:
+    one = replace(RUN, spread=replace(FOUR, data=1, shards=1))
+    kept = [bool(_gathered(of_rank(_stream(), run, LITTLE), "forward 1")) for run in
+            (one, replace(one, parameters_on_host=True))]  # fmt: skip
+    assert ([e.lane for e in of_rank(_stream(), one, LITTLE).entries].count(GATHER), kept) == (0, [False, True])
+
+
+def _stage(stage: int) -> Stream:
+    return of_rank(_stream(), replace(RUN, spread=replace(FOUR, shard_stage=stage)), replace(LITTLE, reduce=5000))
+
+
+def test_buckets_of_stage_2_are_as_large_as_asked_for_whatever_trains() -> None:
+    assert _at(_stage(2), "backward 2")["temporary"] == 2 * 2 * 5000
+    assert "temporary" not in _at(_stage(2), "forward 0")
+
+
+def test_a_later_micro_step_of_stage_2_has_gradients_of_its_own() -> None:
+    found = _stage(2)
+    kept = [e for e in found.entries if e.owner == "gradient" and e.n_bytes == 2 * BLOCK]
+    owned = [e for e in kept if found.sections[e.section] == "backward start"]
+    assert [found.sections[e.died_section] for e in owned] == ["optimizer", "optimizer", "idle"]
