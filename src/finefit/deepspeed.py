@@ -13,7 +13,7 @@ stay from forward to backward, and a block from its forward to its backward when
 Masters are made with the engine, moments at the first update. With the optimizer on the host so are gradients.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from .sharding import BYTES, GATHER, REDUCE, Rank
@@ -171,7 +171,8 @@ class Partitioned(DeepSpeed):
     def made(self) -> Stream:
         run = self.run
         order = Order(self.old, self.buckets.persistent, run.checkpointing != "none")
-        self.whole = Coordinator(self, order, free=run.spread.shards == 1 and not run.parameters_on_host)
+        alone = run.spread.shards == 1
+        self.whole = Coordinator(self, order, alone, alone and not run.parameters_on_host, self.buckets.prefetch)
         return super().made()
 
     def enter(self, name: str) -> None:
@@ -247,14 +248,20 @@ class Coordinator:
 
     rank: Rank
     order: Order
+    alone: bool
+    """One rank: nothing is gathered, but parameters may come from the host."""
     free: bool
-    """Nothing is gathered: there is one rank, and its parameters are on the device."""
+    """Nothing comes at all."""
+    bucket: int
+    """Elements that are asked for together, or the one parameter that goes beyond."""
     place: int = 0
     """Uses of the micro-step so far."""
     ahead: int = 0
     """Uses whose parameters have been asked for."""
     live: int = 0
     last: int = -1
+    flat: dict[int, list[int]] = field(default_factory=dict)
+    """Parameters gathered together, by each of them that has not been used."""
 
     def __post_init__(self) -> None:
         trace = self.order.trace
@@ -268,26 +275,56 @@ class Coordinator:
     def entered(self, name: str) -> None:
         for part in self.order.uses(name):
             self._leave()
-            self._fetch(part)
+            self._use(part)
             self.last, self.place = self.place, self.place + 1
             self.ahead = max(self.ahead, self.place)
             while self.live < LIVE and self.ahead < len(self.order.trace):
-                self._fetch(self.order.trace[self.ahead])
-                self.ahead += 1
+                self._ask()
         if name == "idle":
             self.rank.release_all("whole")
             self.place = self.ahead = self.live = 0
             self.last = -1
 
-    def _fetch(self, part: int) -> None:
-        if f"whole {part}" not in self.rank.open and not self.free:
-            self.rank.hold(f"whole {part}", self.rank.old.entries[part].n_bytes, GATHER)
-            self.live += self.order.numel[part]
+    def _ask(self) -> None:
+        """Gather what follows: one parameter in its place, several in a flat tensor."""
+        numel, parts = 0, list[int]()
+        most = min(LIVE - self.live, self.bucket)
+        while numel < most and self.ahead < len(self.order.trace):
+            part = self.order.trace[self.ahead]
+            self.ahead += 1
+            if part not in parts and part not in self.flat and f"whole {part}" not in self.rank.open:
+                parts.append(part)
+                numel += self.order.numel[part]
+        self.live += numel
+        if len(parts) > 1 and not self.alone:
+            self.flat |= dict.fromkeys(parts, parts)
+            self._hold(f"whole of {parts[0]}", parts)
+        else:
+            for part in parts:
+                self._hold(f"whole {part}", [part])
+
+    def _use(self, part: int) -> None:
+        """At the first use of what was gathered together all of it is copied out; the flat tensor goes with the last use."""
+        parts = self.flat.get(part)
+        if parts is None:
+            if f"whole {part}" not in self.rank.open:
+                self.live += self.order.numel[part]
+                self._hold(f"whole {part}", [part])
+            return
+        for one in parts:
+            self._hold(f"whole {one}", [one])
+        del self.flat[part]
+        if not any(one in self.flat for one in parts):
+            self.rank.release(f"whole of {parts[0]}")
+
+    def _hold(self, name: str, parts: list[int]) -> None:
+        if not self.free:
+            self.rank.hold(name, sum(self.rank.old.entries[part].n_bytes for part in parts), GATHER)
 
     def _leave(self) -> None:
         """Let go of what was used last, unless it is asked for again or used again soon."""
         place, trace = self.last, self.order.trace
-        if place < 0 or self.free:
+        if place < 0:
             return
         again = self.next[place]
         soon = again < len(trace) and (again < self.ahead or self.mile[again] - self.mile[place + 1] < LIVE)

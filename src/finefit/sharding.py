@@ -23,6 +23,7 @@ class Buckets:
 
     reduce: int = 500_000_000
     group: int = 1_000_000_000
+    prefetch: int = 50_000_000
     persistent: int = 100_000
     """Parameters up to this size stay whole."""
 
@@ -32,7 +33,7 @@ class Buckets:
         transformers' documentation)."""
         if stage < 3:
             return cls(reduce=200_000_000)
-        return cls(reduce=hidden_size**2, persistent=10 * hidden_size)
+        return cls(reduce=hidden_size**2, prefetch=int(0.9 * hidden_size**2), persistent=10 * hidden_size)
 
 
 def computed_as(run: ForeignRun) -> ForeignRun:
