@@ -23,8 +23,9 @@ QUANTISED = {"nf4": "nf4", "fp4": "nf4", "nf4-double-quant": "nf4_double", "int8
              "awq-int4": "gptq4", "int4": "nf4"}  # fmt: skip
 # transformers at the time of a source: before 4.46 the model's code copies the shifted logits, until 4.48 the loss's.
 INSIDE = ("fms-gran", "fms-moe", "qwen", "swift-lora", "swift-full", "lf-", "peft-docs", "hf4bit", "hf-", "llmem", "phil",
-          "lowrank", "lomo", "ds-", "oom-alpaca", "oom-cookbook")  # fmt: skip
-APART = ("fms-ref", "oom-s1")
+          "lowrank", "lomo", "ds-", "oom-alpaca", "oom-cookbook", "oom-axo", "oom-xtuner", "oom-dscoder",
+          *(f"oom-lf-{n}" for n in (2, 3, 4, 50, 57)))  # fmt: skip
+APART = ("fms-ref", "oom-s1", "oom-lf-59")
 DROPOUTS = {"litgpt": 0.05, "torchtune": 0.0, "peft-docs": 0.1}  # lit-gpt's finetune/lora.py and its config_hub
 # What ms-swift asked for in January 2024: peft 0.7 makes adapters in the type of the weight they belong to, packed ones
 # apart. Whether the peft of other sources of that time did is not known to us.

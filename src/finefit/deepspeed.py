@@ -46,10 +46,15 @@ class DeepSpeed(Rank):
             self.micro += 1
 
     def _engine(self) -> None:
-        """What is there before the first step."""
-        if not self.run.optimizer_on_host:
-            for i, group in enumerate(self.groups()):
-                self.hold(f"master {i}", 4 * group, owner="optimizer_state")
+        """What is there before the first step: masters, of copies, and for a moment a gradient of them."""
+        groups = self.groups()
+        if self.run.optimizer_on_host or "master 0" in self.open or not groups:
+            return
+        for i, group in enumerate(groups):
+            self.hold("copy", BYTES[self.run.compute_dtype] * group)
+            self.hold(f"master {i}", 4 * group, owner="optimizer_state")
+            self.release("copy")
+        self.passing(4 * max(groups))
 
     def groups(self) -> list[int]:
         """Elements that are updated together."""
