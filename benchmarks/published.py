@@ -46,11 +46,9 @@ CONTRADICTED = {
     "hf4bit-13b-nf4-1024-gc": "goes through with nested scales, which save 0.5 GiB; of 14.75 GiB a third is unaccounted for",
     "fms-ref-099": "2 rows a device: 43 GiB of tensors under 54 on the driver; twice that gap, of FSDP's streams, fills the card",
     "fms-ref-123": "2 rows a device: 42 GiB of tensors under 52 on the driver; twice that gap, of FSDP's streams, fills the card",
-    "oom-lf-4199": "went through 300 steps with 8-bit states before it failed: rows and evaluation are not stated",
-    "oom-lf-6999": "seven devices in the report: 16 bytes a parameter and an update's 8 for a group of 1e9 take 79 GiB there",
-    "oom-dscoder-78": "3.5 GiB, a group's fp32 gradient, were asked for on top of 77; the fix names rows under 2,048 tokens",
+    "oom-lf-4199": "failed after 300 steps with 8-bit states too, which are 10 GiB less: not by a step of the example's 1,024 tokens",
+    "oom-lf-4642": "rows of one length leave 12 GiB; of eight orders of rows of all lengths one fails: places of 18.6 GiB are cut up",
     "oom-lf-5977-offload": "about 13 GB is the driver's view after rows of all lengths and evaluation; tensors take 5.5",
-    "qwen-72b-lora-emb-zero3-oom": "copies of embedding and head are made whole, outside ZeRO, before they are sharded",
     "llmem-opt-2.7b-4dp": "Gemini has all parameters whole at the end of forward; 1 GiB short of the card, as two others of its table",
     "llmem-codegen-2b-nl-4dp": "Gemini has all parameters whole at the end of forward; 0.6 GiB short of the card",
 }  # fmt: skip

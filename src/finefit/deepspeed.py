@@ -154,7 +154,6 @@ class Replicated(DeepSpeed):
             self.hold("gradients 0", self._owned(), owner="gradient")
             self._drop(events)
         super().update(events)
-
         if self.run.optimizer_on_host and not self.run.rounded_on_host:
             self.passing(4 * round(self.held_numel()))
 
@@ -197,6 +196,14 @@ class Partitioned(DeepSpeed):
     def groups(self) -> list[int]:
         whole, rest = divmod(round(self.held_numel()), self.buckets.group)
         return [self.buckets.group] * whole + [rest] * (rest > 0)
+
+    def update(self, events: list[tuple[int, int]]) -> None:
+        if self.run.compute_dtype == "float16" and not self.run.optimizer_on_host:  # whether a gradient is infinite
+            numel = round(self.held_numel())
+            self.hold("absolute", 2 * numel, REDUCE)
+            self.passing(numel, REDUCE)
+            self.release("absolute")
+        super().update(events)
 
     def arrived(self, entry: int) -> None:
         super().arrived(entry)
@@ -287,6 +294,7 @@ class Coordinator:
                 self._ask()
         if name == "idle":
             self.rank.release_all("whole")
+            self.flat.clear()
             self.place = self.ahead = self.live = 0
             self.last = -1
 

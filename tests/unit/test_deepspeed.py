@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from finefit.foreign import ForeignRun, Spread
 from finefit.ranks import of_rank
-from finefit.sharding import GATHER, Buckets
+from finefit.sharding import GATHER, REDUCE, Buckets
 from finefit.stream import Entry, Stream
 
 FOUR = Spread(data=4, shard_stage=3, shards=4, engine="deepspeed")
@@ -135,3 +135,34 @@ def test_a_later_micro_step_of_stage_2_has_gradients_of_its_own() -> None:
     kept = [e for e in found.entries if e.owner == "gradient" and e.n_bytes == 2 * BLOCK]
     owned = [e for e in kept if found.sections[e.section] == "backward start"]
     assert [found.sections[e.died_section] for e in owned] == ["optimizer", "optimizer", "idle"]
+
+
+def test_parameters_gathered_together_are_copied_out_of_a_tensor_that_stays_until_the_last_is_used() -> None:
+    together = replace(LITTLE, persistent=10, prefetch=2 * BLOCK)
+    found = of_rank(_stream(3), RUN, together)
+    first = next(e for e in found.entries if e.lane == GATHER and e.n_bytes == 2 * 2 * BLOCK)
+    life = (found.sections[first.section], found.sections[first.died_section])
+    copies = [e for e in found.entries if e.lane == GATHER and e.n_bytes == 2 * BLOCK and e.born < first.died]
+    assert (life, len(copies)) == (("forward before", "forward 1"), 2)
+    one = replace(RUN, spread=replace(FOUR, data=1, shards=1), parameters_on_host=True)
+    assert 2 * 2 * BLOCK not in [e.n_bytes for e in of_rank(_stream(3), one, together).entries if e.lane == GATHER]
+
+
+def test_gradients_in_fp16_are_asked_whether_they_are_infinite() -> None:
+    lanes = [[e.n_bytes for e in of_rank(_stream(), replace(RUN, compute_dtype=kind), LITTLE).entries if e.lane == REDUCE]
+             for kind in ("bfloat16", "float16")]  # fmt: skip
+    assert lanes == [[], [2 * TRAINED, TRAINED] * 2]
+
+
+def test_masters_are_raised_copies_and_a_gradient_of_them_is_there_for_a_moment() -> None:
+    found = of_rank(_stream(), RUN, LITTLE)
+    start = found.sections.index("forward before")
+    made = [e.n_bytes for e in found.entries if e.section == start and e.lane == 0][:7]
+    assert made == [2 * 30, 4 * 30, 2 * 30, 4 * 30, 2 * 25, 4 * 25, 4 * 30]
+
+
+def test_weights_updated_on_the_host_come_back_in_fp32_under_stages_1_and_2() -> None:
+    run = replace(RUN, optimizer_on_host=True, spread=replace(FOUR, shard_stage=2))
+    back = [4 * TRAINED in [e.n_bytes for e in of_rank(_stream(), one, LITTLE).entries] for one in
+            (run, replace(run, rounded_on_host=True))]  # fmt: skip
+    assert back == [True, False]
