@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from finefit.foreign import ForeignRun, Spread
 from finefit.ranks import of_rank
 from finefit.sharding import GATHER, REDUCE, Buckets
@@ -28,10 +30,10 @@ def _of(numel: int, owner: str) -> Entry:
     return Entry(2 * numel, 0, 0, (numel,), 2, owner)
 
 
-def _stream(blocks: int = 3, block: int = BLOCK, outside: int = OUTSIDE) -> Stream:
+def _stream(blocks: int = 3, block: tuple[int, ...] = (BLOCK,), outside: int = OUTSIDE) -> Stream:
     """Two steps, the second of two micro-steps; the embedding gets no gradient."""
     stream = Stream()
-    for section, sizes in [(f"own {i}", (block,)) for i in range(blocks)] + [("own rest", (outside, outside))]:
+    for section, sizes in [(f"own {i}", block) for i in range(blocks)] + [("own rest", (outside, outside))]:
         stream.opened(section)
         for numel in sizes:
             stream.born(_of(numel, "parameter"))
@@ -91,7 +93,7 @@ def test_a_gradient_larger_than_a_bucket_waits_for_the_next() -> None:
 
 
 def _whole(block: int, outside: int, section: str) -> list[int]:
-    found = of_rank(_stream(5, block, outside), RUN, replace(LITTLE, persistent=10))
+    found = of_rank(_stream(5, (block,), outside), RUN, replace(LITTLE, persistent=10))
     return sorted(_gathered(found, section))
 
 
@@ -108,7 +110,7 @@ def test_parameters_that_follow_are_gathered_up_to_a_billion_elements() -> None:
 
 
 def test_the_last_blocks_stay_whole_if_they_are_used_again_soon() -> None:
-    found = of_rank(_stream(5, 300 * 10**6, 50 * 10**6), RUN, replace(LITTLE, persistent=10))
+    found = of_rank(_stream(5, (300 * 10**6,), 50 * 10**6), RUN, replace(LITTLE, persistent=10))
     lives = [(found.sections[e.section], found.sections[e.died_section]) for e in found.entries if e.lane == GATHER]
     assert ("forward 1", "backward 3") in lives  # the last block's, asked for three blocks ahead
     assert _whole(100 * 10**6, 1100 * 10**6, "loss") == [1100]
@@ -119,6 +121,21 @@ def test_on_one_rank_nothing_is_gathered_but_what_comes_from_the_host() -> None:
     kept = [bool(_gathered(of_rank(_stream(), run, LITTLE), "forward 1")) for run in
             (one, replace(one, parameters_on_host=True))]  # fmt: skip
     assert ([e.lane for e in of_rank(_stream(), one, LITTLE).entries].count(GATHER), kept) == (0, [False, True])
+
+
+# Elements whole as DeepSpeed 0.19.8 itself stepped a Llama of six blocks (hidden 64, MLP 176, vocabulary 512, two of four heads
+# for keys) on one rank, ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance`` 60,000, checkpointed, third step: at the
+# last fetch of a block's forward, of the head, and of a block's second forward.
+RECORDED = {"forward 1": 61440, "forward 3": 61440, "forward 4": 90112, "loss": 67584, "backward 5": 69632, "backward 3": 69632,
+            "backward 1": 69632, "backward 0": 78848}  # fmt: skip
+
+
+def test_the_coordinator_holds_what_deepspeed_was_seen_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finefit.deepspeed.LIVE", 60_000)
+    block = (64 * 64, 32 * 64, 32 * 64, 64 * 64, 176 * 64, 176 * 64, 176 * 64)
+    run = replace(RUN, spread=replace(FOUR, data=1, shards=1), parameters_on_host=True)
+    found = of_rank(_stream(6, block, 512 * 64), run, Buckets(reduce=4096, prefetch=3686, persistent=640))
+    assert {section: _at(found, section)["gathered"] // 2 for section in RECORDED} == RECORDED
 
 
 def _stage(stage: int) -> Stream:
