@@ -31,6 +31,7 @@ class DeepSpeed(Rank):
 
     def made(self) -> Stream:
         self.micro, self.waiting = 0, []
+        self.gathers, self.reduces = (GATHER, REDUCE) if self.run.spread.overlaps else (0, 0)
         gradients = self.first_gradients()
         self.largest = max((e.n_bytes // e.itemsize for e in gradients), default=0)
         return super().made()
@@ -130,7 +131,7 @@ class Replicated(DeepSpeed):
         if name == "forward before" and on_host:
             self.hold("on its way", BYTES[self.run.compute_dtype] * self.largest)
         elif name == "backward start":
-            for buffer in range(2):  # overlap_comm
+            for buffer in range(1 + self.run.spread.overlaps):
                 self.hold(f"bucket {buffer}", BYTES[self.run.compute_dtype] * self.buckets.reduce)
             if self.stage == 2 and not on_host:
                 self.hold(f"gradients {self.micro}", self._owned(), owner="gradient")
@@ -191,7 +192,7 @@ class Partitioned(DeepSpeed):
         if not self.run.optimizer_on_host:
             self.hold("gradients", round(width * self.held_numel()), owner="gradient")
         if not self.whole.free:
-            self.hold("small", self.whole.order.small, GATHER)
+            self.hold("small", self.whole.order.small, self.gathers)
 
     def groups(self) -> list[int]:
         whole, rest = divmod(round(self.held_numel()), self.buckets.group)
@@ -200,8 +201,8 @@ class Partitioned(DeepSpeed):
     def update(self, events: list[tuple[int, int]]) -> None:
         if self.run.compute_dtype == "float16" and not self.run.optimizer_on_host:  # whether a gradient is infinite
             numel = round(self.held_numel())
-            self.hold("absolute", 2 * numel, REDUCE)
-            self.passing(numel, REDUCE)
+            self.hold("absolute", 2 * numel, self.reduces)
+            self.passing(numel, self.reduces)
             self.release("absolute")
         super().update(events)
 
@@ -209,7 +210,7 @@ class Partitioned(DeepSpeed):
         super().arrived(entry)
         old = self.old.entries[entry]
         if self.run.optimizer_on_host:
-            self.passing(8 * min(-(-old.n_bytes // old.itemsize // self.ranks), _NORM), REDUCE)
+            self.passing(8 * min(-(-old.n_bytes // old.itemsize // self.ranks), _NORM), self.reduces)
 
 
 class Order:
@@ -258,7 +259,7 @@ class Order:
 class Coordinator:
     """Which parameters are whole (``partitioned_param_coordinator.py``)."""
 
-    rank: Rank
+    rank: DeepSpeed
     order: Order
     alone: bool
     """One rank: nothing is gathered, but parameters may come from the host."""
@@ -332,7 +333,7 @@ class Coordinator:
 
     def _hold(self, name: str, parts: list[int]) -> None:
         if not self.free:
-            self.rank.hold(name, sum(self.rank.old.entries[part].n_bytes for part in parts), GATHER)
+            self.rank.hold(name, sum(self.rank.old.entries[part].n_bytes for part in parts), self.rank.gathers)
 
     def _leave(self) -> None:
         """Let go of what was used last, unless it is asked for again or used again soon."""

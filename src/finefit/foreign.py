@@ -43,6 +43,11 @@ class Spread:
     """Tensor parallel: rows are gathered into tensors of their own, or product and communication are one kernel over
     symmetric memory (asynchronous TP), which is outside the allocator."""
 
+    overlaps: bool = True
+    """DeepSpeed communicates on streams of its own, beside a second bucket (``overlap_comm``)."""
+    bucket: int = 0
+    """DeepSpeed's ``reduce_bucket_size`` in elements; -1 for ``auto``, 0 where nothing says it."""
+
     @property
     def devices(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from .foreign import ForeignRun
+from .foreign import ForeignRun, Spread
 from .stream import Entry, Stream, block_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,12 +28,12 @@ class Buckets:
     """Parameters up to this size stay whole."""
 
     @classmethod
-    def auto(cls, hidden_size: int, stage: int) -> "Buckets":
-        """Stage 3 as transformers fills ``auto`` in; the tools' files for the others give a number (Qwen's, ms-swift's,
-        transformers' documentation)."""
-        if stage < 3:
-            return cls(reduce=200_000_000)
-        return cls(reduce=hidden_size**2, prefetch=int(0.9 * hidden_size**2), persistent=10 * hidden_size)
+    def of(cls, hidden_size: int, spread: Spread) -> "Buckets":
+        """As the run says; ``auto`` as transformers fills it in. Where nothing is said stage 3 is taken to be auto, and the
+        others what the tools' own files have (Qwen's, ms-swift's, transformers' documentation)."""
+        auto = hidden_size**2
+        reduce = {0: auto if spread.shard_stage == 3 else 200_000_000, -1: auto}.get(spread.bucket, spread.bucket)
+        return cls(reduce, prefetch=int(0.9 * auto), persistent=10 * hidden_size)
 
 
 def computed_as(run: ForeignRun) -> ForeignRun:

@@ -342,7 +342,7 @@ def _family(config: Mapping[str, Any], run: ForeignRun, known: Stream, whole: bo
 
 def buckets_of(config: Mapping[str, Any], run: ForeignRun) -> Buckets:
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 4096
-    return Buckets.auto(int(hidden), run.spread.shard_stage)
+    return Buckets.of(int(hidden), run.spread)
 
 
 def part_of(config: Mapping[str, Any], run: ForeignRun) -> dict[str, Any]:

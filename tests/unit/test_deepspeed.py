@@ -183,3 +183,23 @@ def test_weights_updated_on_the_host_come_back_in_fp32_under_stages_1_and_2() ->
     back = [4 * TRAINED in [e.n_bytes for e in of_rank(_stream(), one, LITTLE).entries] for one in
             (run, replace(run, rounded_on_host=True))]  # fmt: skip
     assert back == [True, False]
+
+
+def test_without_overlap_there_is_one_bucket_and_one_stream() -> None:
+    apart, one = (replace(FOUR, overlaps=overlaps) for overlaps in (True, False))
+    lanes = [
+        {e.lane for e in of_rank(_stream(), replace(RUN, spread=spread), LITTLE).entries} for spread in (apart, one)
+    ]
+    buckets = [_at(of_rank(_stream(), replace(RUN, spread=replace(spread, shard_stage=2)), LITTLE), "backward start")["temporary"]
+               for spread in (apart, one)]  # fmt: skip
+    assert (lanes, buckets) == ([{0, GATHER}, {0}], [2 * 2 * 50, 2 * 50])
+
+
+def test_buckets_as_the_run_says() -> None:
+    said = [(3, 0), (2, 0), (2, -1), (2, 7)]
+    assert [Buckets.of(8, replace(FOUR, shard_stage=stage, bucket=n)).reduce for stage, n in said] == [
+        64,
+        200_000_000,
+        64,
+        7,
+    ]  # type: ignore[arg-type]
