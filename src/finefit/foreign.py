@@ -43,6 +43,11 @@ class Spread:
     """Tensor parallel: rows are gathered into tensors of their own, or product and communication are one kernel over
     symmetric memory (asynchronous TP), which is outside the allocator."""
 
+    overlaps: bool = True
+    """DeepSpeed communicates on streams of its own, beside a second bucket (``overlap_comm``)."""
+    bucket: int = 0
+    """DeepSpeed's ``reduce_bucket_size`` in elements; -1 for ``auto``, 0 where nothing says it."""
+
     @property
     def devices(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context
@@ -167,6 +172,8 @@ class ForeignRun:
     """The caching allocator's, by the tool's own launcher or environment."""
     frozen_stay: bool = False
     """FSDP 1 before torch 2.1: units that do not train stay gathered to the end of backward."""
+    rounded_on_host: bool = False
+    """DeepSpeed before 0.14.1, stages 1 and 2: weights updated on the host are rounded there, not on the device."""
     activations_on_host: bool = False
     optimizer_on_host: bool = False
     parameters_on_host: bool = False

@@ -18,8 +18,9 @@ Where gradients wait for the last micro-step (``no_sync``) they stay whole until
 
 from dataclasses import dataclass, field, replace
 
+from .deepspeed import Partitioned, Replicated
 from .foreign import ForeignRun
-from .sharding import BYTES, GATHER, REDUCE, Buckets, DeepSpeed, Rank, padded_share
+from .sharding import BYTES, GATHER, REDUCE, Buckets, Rank, padded_share
 from .stream import Entry, Stream, block_of
 
 ROOT = -1
@@ -34,7 +35,11 @@ def of_rank(stream: Stream, run: ForeignRun, buckets: Buckets | None = None) -> 
     spread = run.spread
     if spread.shard_stage == 0 and spread.engine != "ddp":
         return stream
-    kinds: dict[str, type[Rank]] = {"fsdp1": FlatUnits, "fsdp2": Units, "deepspeed": DeepSpeed}
+    kinds: dict[str, type[Rank]] = {
+        "fsdp1": FlatUnits,
+        "fsdp2": Units,
+        "deepspeed": Partitioned if spread.shard_stage == 3 else Replicated,
+    }
     return kinds.get(spread.engine, Rank)(stream, run, buckets or Buckets()).made()
 
 

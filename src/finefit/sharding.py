@@ -1,8 +1,7 @@
 """One rank's stream from a single device's: parameters, gradients and states sharded, gathers and buckets put in.
 
-The step was simulated in the type it is computed in; the stored types are put right here. FSDP is ``units``' business.
-DeepSpeed's ZeRO (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``partitioned_param_coordinator.py``): units gathered
-one ahead, buckets of fixed size, fp32 master copies. DDP: a bucket copy of all gradients.
+The step was simulated in the type it is computed in; the stored types are put right here. What all engines share, and
+DDP: a bucket copy of all gradients. FSDP is the business of ``ranks``, DeepSpeed that of ``deepspeed``.
 """
 
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from .foreign import ForeignRun
+from .foreign import ForeignRun, Spread
 from .stream import Entry, Stream, block_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -23,12 +22,18 @@ class Buckets:
     """DeepSpeed's sizes in elements: its own defaults, or ``auto`` of transformers by the hidden size."""
 
     reduce: int = 500_000_000
-    gather: int = 500_000_000
     group: int = 1_000_000_000
+    prefetch: int = 50_000_000
+    persistent: int = 100_000
+    """Parameters up to this size stay whole."""
 
     @classmethod
-    def auto(cls, hidden_size: int) -> "Buckets":
-        return cls(reduce=hidden_size**2, gather=200_000_000)
+    def of(cls, hidden_size: int, spread: Spread) -> "Buckets":
+        """As the run says; ``auto`` as transformers fills it in. Where nothing is said stage 3 is taken to be auto, and the
+        others what the tools' own files have (Qwen's, ms-swift's, transformers' documentation)."""
+        auto = hidden_size**2
+        reduce = {0: auto if spread.shard_stage == 3 else 200_000_000, -1: auto}.get(spread.bucket, spread.bucket)
+        return cls(reduce, prefetch=int(0.9 * auto), persistent=10 * hidden_size)
 
 
 def computed_as(run: ForeignRun) -> ForeignRun:
@@ -169,62 +174,6 @@ class Rank:
     def temporaries(self, numel: float) -> Iterator[int]:
         if self.run.foreach and self.run.optimizer_bits in (16, 32) and self.run.optimizer.startswith("adam"):
             yield round(numel * BYTES[self.run.trained_dtype])
-
-
-class DeepSpeed(Rank):
-    def _stored(self) -> float:
-        return 1.0  # its masters are states
-
-    def enter(self, name: str) -> None:
-        block = block_of(name)
-        if self.stage == 3:
-            if name == "forward before":
-                self.hold("unit -1", self.unit_bytes.get(-1, 0), GATHER)
-            elif block is not None and name.startswith(("forward", "backward")):
-                self._gather(block, 1 if name.startswith("forward") else -1)
-            elif name in ("backward start", "loss"):
-                self.release(f"unit {self.depth - 1}")
-            elif name in ("idle", "optimizer"):
-                self.release_all("unit")
-        if self.stage >= 2 and name == "backward start":
-            self.hold("bucket", 2 * 2 * min(self.buckets.reduce, self.trained_numel()))
-
-    def _gather(self, block: int, step: int) -> None:
-        """The unit that runs and the one after it are whole; all others are let go."""
-        wanted = {f"unit {b}" for b in (block, block + step) if 0 <= b < self.depth}
-        for held in [h for h in self.open if h.startswith("unit") and h not in wanted and h != "unit -1"]:
-            self.release(held)
-        for name in sorted(wanted):
-            self.hold(name, self.unit_bytes.get(int(name.split(" ")[1]), 0), GATHER)
-
-    def copy(self, name: str, events: list[tuple[int, int]]) -> None:
-        super().copy(name, events)
-        for entry in [e for e, sign in events if sign > 0 and self.stage >= 2]:
-            old = self.old.entries[entry]
-            if old.owner == "gradient":
-                made = self.new.born(replace(old, n_bytes=self.share(old)))
-                self.new.died(self.at.get(entry, made))
-                if entry in self.at:
-                    self.at[entry] = made
-
-    def master_bytes(self) -> int:
-        return 4
-
-    def update(self, events: list[tuple[int, int]]) -> None:
-        super().update(events)
-        self.release("bucket")
-
-    def temporaries(self, numel: float) -> Iterator[int]:
-        """A group's gradients are joined and raised to fp32 (``_prepare_fp32_grad_for_sub_group``); torch's own update,
-        where the configuration names no optimizer, takes one temporary more."""
-        run = self.run
-        foreach = run.foreach and run.optimizer_bits in (16, 32) and run.optimizer.startswith("adam")
-        if not run.optimizer_on_host:
-            group = min(numel, self.buckets.group) if self.stage == 3 else numel
-            yield round((BYTES[run.compute_dtype] + 4) * group)
-            yield round(4 * group * (1 + foreach))
-        if self.stage in (1, 2):
-            yield 2 * min(self.buckets.gather, self.trained_numel())
 
 
 def padded_share(shape: tuple[int, ...], ranks: int) -> int:

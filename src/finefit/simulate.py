@@ -342,7 +342,7 @@ def rank_stream(config: Mapping[str, Any], run: ForeignRun, whole: bool = False)
     whole = whole or (run.tool == "torchtune" and run.activations_on_host)  # its streams move copies across blocks
     whole = whole or run.adapter.get("peft_type") == "PREFIX_TUNING"  # one tensor has the keys of all blocks
     simulated = sliced(step_stream(part_of(config, run), computed_as(run), whole), run)
-    found = [placed(of_rank(part, run, buckets_of(config)), run) for part in stages(simulated, run)]
+    found = [placed(of_rank(part, run, buckets_of(config, run)), run) for part in stages(simulated, run)]
     return simulated, max(found, key=lambda part: replay(part.allocations()).allocated_bytes)
 
 
@@ -356,9 +356,9 @@ def _family(config: Mapping[str, Any], run: ForeignRun, known: Stream, whole: bo
     return Family.of({**streams, **({run.max_length: known} if run.max_length in at else {})})
 
 
-def buckets_of(config: Mapping[str, Any]) -> Buckets:
+def buckets_of(config: Mapping[str, Any], run: ForeignRun) -> Buckets:
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 4096
-    return Buckets.auto(int(hidden))
+    return Buckets.of(int(hidden), run.spread)
 
 
 def part_of(config: Mapping[str, Any], run: ForeignRun) -> dict[str, Any]:

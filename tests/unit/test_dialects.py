@@ -124,7 +124,7 @@ def test_llamafactory_full_under_deepspeed(tmp_path: Path) -> None:
         "tool": "llamafactory", "model": "m", "micro_batch_size": 8, "max_length": 2048, "packed": True,
         "optimizer_bits": 8, "foreach": False, "reentrant": True, "checkpointing": "full", "attention": "flash", "loss": "fused",
         "fused_kernels": True, "optimizer_on_host": True,
-        "spread": Spread(data=4, shard_stage=2, shards=4, engine="deepspeed"),
+        "spread": Spread(data=4, shard_stage=2, shards=4, engine="deepspeed", overlaps=False, bucket=500_000_000),
     } == said(found.run)  # fmt: skip
     assert 32 == dict(found.wish)["train.global_batch_size"]
 

@@ -36,6 +36,8 @@ class Sharding:
     reduces: Literal["each", "last"] = "each"
     load: Literal["", "first"] = ""
     """The first rank alone reads the weights (accelerate's ``cpu_ram_efficient_loading``)."""
+    overlaps: bool = True
+    bucket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def spread(sheet: Sheet, how: Sharding, devices: int | None, degrees: Degrees | 
     return Spread(
         data=world // inner, tensor=fixed.tensor, context=fixed.context, shard_stage=how.stage,
         shards=max(min(shards, across), 1), engine=engine, reduces=how.reduces,
+        overlaps=how.overlaps, bucket=how.bucket,
     )  # fmt: skip
 
 
@@ -133,7 +136,14 @@ def _from_json(sheet: Sheet, key: str, config: Mapping[str, Any]) -> Sharding:
         parameters_on_host=_moves(zero, "offload_param"),
         bf16=_part(config, "bf16").get("enabled") is True,
         tensor=int(_part(config, "tensor_parallel").get("autotp_size", 1)),
+        overlaps=bool(zero.get("overlap_comm", stage == 3)), bucket=_bucket(zero),
     )  # fmt: skip
+
+
+def _bucket(zero: Mapping[str, Any]) -> int:
+    """``reduce_bucket_size``, which DeepSpeed sets to 5e8."""
+    value = zero.get("reduce_bucket_size", 500_000_000)
+    return int(value) if isinstance(value, int | float) else -1
 
 
 def _moves(zero: Mapping[str, Any], part: str) -> bool:
