@@ -124,10 +124,14 @@ class Uniform:
 
 @functools.lru_cache(maxsize=2048)
 def _uniform_work(batches: Uniform, max_sequences: int, max_tokens: int, padded: bool) -> Work:
-    rows = [list(range(batches.examples))]
+    """As ``split`` shares them out: full micro-batches, and one with what is left."""
+    n, wide = batches.examples, width(batches.length)
     labelled = max(1, round(batches.length * batches.labelled_share))
-    same = FromOrder(rows, [batches.length] * batches.examples, [labelled] * batches.examples)
-    return same.work(max_sequences, max_tokens, padded)
+    full = min(n, max_sequences, max(max_tokens // wide, 1) if max_tokens else n)
+    micros = {Micro(wide * rows, wide, labelled * rows) for rows in (full, n % full) if rows}
+    return Work(
+        undominated(micros), -(-n // full), -(-n // full), wide * n, batches.length * n, labelled * n, wide**2 * n
+    )
 
 
 def undominated(micros: Iterable[Micro]) -> tuple[Micro, ...]:

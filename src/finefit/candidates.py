@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .footprint import Footprint
 from .layout import Layout, Micro, layout_of
 from .mesh import Mesh
-from .meshes import meshes, techniques_of_mesh
+from .meshes import fewest_ranks, meshes, techniques_of_mesh
 from .predict import footprint
 from .spec import HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
@@ -91,7 +91,7 @@ class Question:
 
 def over_devices(question: Question) -> Iterator[Question]:
     """The question once for each way to divide it over the devices that suits the model."""
-    found, why = 0, Unsuitable(f"{question.hardware.count} devices")
+    found, why = 0, None
     for mesh in meshes(question.hardware, question.job.global_batch_size):
         asked = question.over(mesh)
         try:
@@ -104,7 +104,21 @@ def over_devices(question: Question) -> Iterator[Question]:
         found += 1
         yield asked
     if not found:
-        raise why
+        raise why or _indivisible(question)
+
+
+def _indivisible(question: Question) -> ConfigError:
+    """More ranks than examples however the devices are divided."""
+    hardware, examples = question.hardware, question.job.global_batch_size
+    ranks = fewest_ranks(hardware)
+    fewer = next(
+        (n for n in range(hardware.count - 1, 0, -1) if fewest_ranks(replace(hardware, count=n)) <= examples), 1
+    )
+    return ConfigError(
+        f"{hardware.count} devices cannot share a step of {examples} examples: tensor and pipeline parallel divide them "
+        f"into at least {ranks} data-parallel ranks, each of which needs one",
+        hint=f"say train.global_batch_size={ranks}, or {fewer} devices",
+    )
 
 
 def candidates(question: Question, limit: int) -> Iterator[Candidate]:

@@ -193,6 +193,7 @@ def _config(words: list[str], options: list[str]) -> Any:
 
     names = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in names]
+    _said_once([*overrides, *options])
     if names and names[0].endswith((".yaml", ".yml")):
         if len(names) > 1:
             raise ConfigError(f"'{names[1]}' after a run file is not a setting", hint="say key=value")
@@ -200,6 +201,14 @@ def _config(words: list[str], options: list[str]) -> Any:
     if len(names) > 2:
         raise ConfigError(f"'{names[2]}' is not a setting", hint="say MODEL DATA, then key=value")
     return standing(load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False))))
+
+
+def _said_once(settings: list[str]) -> None:
+    said: dict[str, str] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if said.setdefault(key, value) != value:
+            raise ConfigError(f"{key} is said twice: {said[key]} and {value}", hint="leave one of them out")
 
 
 def _is_foreign(words: list[str]) -> bool:

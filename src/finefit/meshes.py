@@ -19,12 +19,25 @@ _MOST_STAGES = 16
 def meshes(hardware: HardwareSpec, examples: int) -> Iterator[Mesh]:
     """Each way to use all of the devices for a global batch of so many examples; the simplest first."""
     here = per_machine(hardware)
-    for tensor in _divisors(here):
-        for stages in _divisors(hardware.count // tensor):
-            data = hardware.count // (tensor * stages)
-            if stages > _MOST_STAGES or hardware.count % (tensor * stages) or data > examples:
-                continue
+    for data, tensor, stages in _grids(hardware, here):
+        if data <= examples:
             yield from _of_data(data, max(here // tensor, 1), Mesh(tensor=tensor, stages=stages))
+
+
+def fewest_ranks(hardware: HardwareSpec) -> int:
+    """The least data-parallel degree that uses all of the devices."""
+    here = per_machine(hardware)
+    return min(data for data, _, _ in _grids(hardware, here))
+
+
+def _grids(hardware: HardwareSpec, here: int) -> Iterator[tuple[int, int, int]]:
+    """(data, tensor, stages) whose product is the devices."""
+    for tensor in range(1, here + 1):
+        if here % tensor or hardware.count % tensor:
+            continue
+        for stages in range(1, _MOST_STAGES + 1):
+            if hardware.count // tensor % stages == 0:
+                yield hardware.count // (tensor * stages), tensor, stages
 
 
 def _of_data(data: int, inside: int, mesh: Mesh) -> Iterator[Mesh]:
@@ -37,10 +50,6 @@ def _of_data(data: int, inside: int, mesh: Mesh) -> Iterator[Mesh]:
         yield replace(mesh, shards=data, stage=stage)
         if stage > 1 and 1 < inside < data and data % inside == 0:
             yield replace(mesh, shards=inside, replicas=data // inside, stage=stage)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0] if n <= 4096 else [d for d in range(1, 65) if n % d == 0]
 
 
 def techniques_of_mesh(mesh: Mesh) -> list[Technique]:

@@ -29,7 +29,14 @@ if TYPE_CHECKING:
 
 def hardware_of(config: Config, named: str | None) -> HardwareSpec:
     if named:
-        return HardwareSpec.from_name(named)
+        hardware = HardwareSpec.from_name(named)
+        wanted = config.hardware.device.partition(":")[0]
+        if wanted not in ("auto", hardware.kind):
+            hint = "leave one of them out"
+            raise ConfigError(
+                f"hardware.device={config.hardware.device} and --gpu {named} contradict each other", hint=hint
+            )
+        return hardware
     machine = replace(HardwareSpec.of_this_machine(), count=1)  # what trains here trains on one device
     if config.hardware.device == "cpu" and machine.kind != "cpu":
         machine = HardwareSpec.of_cpu()
@@ -55,14 +62,28 @@ def job_of(config: Config, data: "Data | None") -> JobSpec:
 
 def budget_of(config: Config, hardware: HardwareSpec) -> Budget:
     text = config.memory.budget
-    return parse_budget(DEFAULT_BUDGET[hardware.kind] if text == "auto" else text, hardware.memory_bytes)
+    budget = parse_budget(DEFAULT_BUDGET[hardware.kind] if text == "auto" else text, hardware.memory_bytes)
+    if budget.limit_bytes > hardware.memory_bytes:
+        has = format_bytes(hardware.memory_bytes)
+        hint = "say what it has or less, a share as 90%, or auto; --gpu plans for another device"
+        raise ConfigError(f"memory.budget={text} is more than {hardware.name} has, {has}", hint=hint)
+    return budget
 
 
 def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:
     """The search for this config; without data every example counts as long as allowed."""
     job, batches = job_of(config, data), batches_of(config, model, data)
     question = Question(model, hardware, job, batches, budget_of(config, hardware))
-    return foreseen(explained(question, search(question)), model, hardware, data)
+    plan = explained(question, search(question))
+    wanted, has = job.longest, model.max_position_embeddings
+    if wanted > has:
+        counted = f"{WARNING}the model has positions for {has:,} tokens: " + (
+            "what is longer is beyond what it was trained for"
+            if data
+            else f"examples count as that long, not {wanted:,}"
+        )
+        plan = replace(plan, notes=(*plan.notes, counted))
+    return foreseen(plan, model, hardware, data)
 
 
 def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:

@@ -47,19 +47,21 @@ def _search(question: Question) -> tuple[Plan | None, list[tuple[str, list[Candi
     """The best plan, or None and what was tried."""
     job = question.job
     tried: list[tuple[str, list[Candidate]]] = []
+    unsuited: Unsuitable | None = None
     for limit in dict.fromkeys((question.budget.aim_bytes, question.budget.limit_bytes)):
         for wish in _by_method(job):
             asked = replace(question, job=wish)
             try:
                 looked_at = [c for divided in over_devices(asked) for c in candidates(divided, limit)]
             except Unsuitable as error:
-                if job.method != "auto":
-                    raise _unsuitable(question, error) from error
+                unsuited = error
                 continue  # what was tried before it argues
             fitting = [c for c in looked_at if c.predicted.total_bytes <= limit]
             if fitting:
                 return _plan(asked, fitting, looked_at, _preface(question, tried, wish.method, limit)), tried
             tried.append((wish.method, looked_at))
+    if not tried and unsuited:
+        raise _unsuitable(question, unsuited) from unsuited
     return None, tried
 
 
@@ -68,7 +70,7 @@ def _plan(question: Question, fitting: list[Candidate], looked_at: list[Candidat
     close = [c for c in fitting if c.seconds <= SLOWER * fastest]
     best = min(close, key=lambda c: (c.predicted.total_bytes, c.seconds))
     split = next(t for t in best.techniques if isinstance(t, Accumulation))
-    notes = [*question.model.notes, *_caveats(question)]
+    notes = [*question.model.notes, *_caveats(question), *_uneven(question, best, split)]
     return Plan(
         model=question.model.name,
         hardware=question.hardware.says,
@@ -85,6 +87,21 @@ def _plan(question: Question, fitting: list[Candidate], looked_at: list[Candidat
         alternatives=_frontier(looked_at, best),
         notes=tuple(notes),
     )
+
+
+def _uneven(question: Question, best: Candidate, split: Accumulation) -> list[str]:
+    """What of the examples does not come out even."""
+    said, examples, ranks = [], question.job.global_batch_size, best.mesh.data
+    if examples % ranks:
+        said.append(
+            f"{examples} examples over {ranks} ranks: {-(-examples // ranks)} for some, fewer for others, who wait"
+        )
+    longest = question.batches.longest
+    if 0 < split.micro_batch_tokens < longest:
+        said.append(
+            f"an example over {split.micro_batch_tokens:,} tokens is a micro-batch alone; the longest has {longest:,}"
+        )
+    return said
 
 
 def _caveats(question: Question) -> list[str]:

@@ -249,8 +249,11 @@ def plan_streams(config: Mapping[str, Any], techniques: Sequence[Technique], mic
         if not isinstance(t, DIVIDING)
     ]
     alone = [replace(t, chunk=max(t.chunk // spread.tensor, 1)) if isinstance(t, FusedLoss) else t for t in alone]
+    own, depth = part_of(config, run), int(config[depth_key(config)])
+    stage = int(own[depth_key(config)])
+    alone = [replace(t, blocks=-(-t.blocks * stage // depth)) if isinstance(t, Checkpointing) else t for t in alone]
     share = Micro(*(max(n // spread.tensor, 1) for n in (micro.tokens, micro.longest, micro.labelled)))
-    whole = sliced(plan_stream(part_of(config, run), alone, share, kind), run)
+    whole = sliced(plan_stream(own, alone, share, kind), run)
     return [of_rank(part, run) for part in stages(whole, run)]
 
 

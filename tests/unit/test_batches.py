@@ -1,6 +1,7 @@
 """What the data is to a plan: largest micro-batches and mean work, by hand and against every split there is."""
 
 import random
+import time
 
 import pytest
 
@@ -52,9 +53,15 @@ def test_rows_of_a_largest_micro_batch():
 
 
 def test_uniform_is_an_order_of_equal_examples():
-    same = FromOrder([[0, 1, 2, 3]], [100] * 4, [25] * 4)
-    for limits in ((4, 0, False), (2, 0, True), (4, 200, False)):
-        assert Uniform(4, 100, labelled_share=0.25).work(*limits) == same.work(*limits)
+    same = FromOrder([list(range(7))], [100] * 7, [25] * 7)
+    for limits in ((7, 0, False), (2, 0, True), (7, 224, False), (3, 0, False), (7, 50, False), (2, 500, False)):
+        assert Uniform(7, 100, labelled_share=0.25).work(*limits) == same.work(*limits)
+
+
+def test_a_batch_of_a_million_takes_no_longer_than_one_of_ten():
+    started = time.perf_counter()
+    assert Uniform(10**6, 100).work(16, 0, False).most_steps == 62_500
+    assert time.perf_counter() - started < 0.1
 
 
 def test_undominated_covers_all_and_holds_nothing_twice():

@@ -9,10 +9,12 @@ import pytest
 from finefit import phases
 from finefit.batches import Uniform
 from finefit.candidates import Question
+from finefit.config import Config
 from finefit.data.order import Order
+from finefit.errors import ConfigError
 from finefit.examples import Data
 from finefit.plan import WARNING
-from finefit.planning import foreseen, warnings_of
+from finefit.planning import budget_of, foreseen, hardware_of, make_plan, warnings_of
 from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
 from finefit.units import parse_budget
@@ -83,3 +85,22 @@ def test_data_takes_a_little_of_the_host_and_pages_of_its_shards():
     }
     assert phases.needed({"load": {"program": 5, "mapped": 7}, "eval": {"program": 6}}) == ("eval", 6)
     assert phases.needed({}) == ("", 0)
+
+
+def test_a_budget_beyond_the_device_is_refused() -> None:
+    config = Config.model_validate({"model": "m", "memory": {"budget": "500GiB"}})
+    with pytest.raises(ConfigError, match=r"memory\.budget=500GiB is more than H100 SXM has, 79\.65 GiB"):
+        budget_of(config, HardwareSpec.from_name("H100"))
+
+
+def test_a_length_beyond_the_models_positions_is_said() -> None:
+    config = Config.model_validate({"model": "m", "train": {"max_length": 10**6}})
+    plan = make_plan(config, MODEL, HardwareSpec.from_name("H100"), None)
+    said = f"the model has positions for {MODEL.max_position_embeddings:,} tokens: examples count as that long, not 1,000,000"
+    assert said in warnings_of(plan)
+
+
+def test_two_devices_that_contradict_each_other_are_refused() -> None:
+    config = Config.model_validate({"model": "m", "hardware": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=r"hardware\.device=cpu and --gpu H100 contradict each other"):
+        hardware_of(config, "H100")

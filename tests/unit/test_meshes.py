@@ -14,7 +14,7 @@ from finefit.errors import ConfigError, DoesNotFit
 from finefit.explain import explained
 from finefit.layout import Micro
 from finefit.mesh import Mesh
-from finefit.meshes import mesh_of, meshes, techniques_of_mesh
+from finefit.meshes import fewest_ranks, mesh_of, meshes, techniques_of_mesh
 from finefit.obey import Wish, obeyed
 from finefit.predict import footprint, states
 from finefit.search import search
@@ -257,3 +257,28 @@ def test_more_devices_than_examples_are_still_used():
 
 def test_a_machine_without_gpus_is_one_device():
     assert mesh_of(search(ask()).techniques) == Mesh()
+
+
+@pytest.mark.parametrize("method", ["full", "auto"])
+def test_devices_that_cannot_share_a_step_say_what_would(method: str) -> None:
+    hardware = HardwareSpec.from_name("17 x A100-80GB")
+    job = JobSpec(method=method, global_batch_size=16, max_length=1024, longest=1024)
+    with pytest.raises(ConfigError) as caught:
+        search(Question(MODEL, hardware, job, Uniform(16, 1024), parse_budget("96%", hardware.memory_bytes)))
+    assert str(caught.value) == (
+        "17 devices cannot share a step of 16 examples: tensor and pipeline parallel divide them into at least 17 "
+        "data-parallel ranks, each of which needs one\nhint: say train.global_batch_size=17, or 16 devices"
+    )
+
+
+def test_fewest_ranks_are_those_of_the_ways_there_are() -> None:
+    for count in (1, 2, 6, 8, 17, 24, 31, 96, 1000):
+        hardware = HardwareSpec.from_name(f"{count} x A100-80GB")
+        assert min(mesh.data for mesh in meshes(hardware, 10**6)) == fewest_ranks(hardware)
+
+
+def test_examples_that_do_not_come_out_even_are_said() -> None:
+    hardware = HardwareSpec.from_name("3 x A100-80GB")
+    job = JobSpec(method="full", global_batch_size=16, max_length=1024, longest=1024)
+    plan = search(Question(MODEL, hardware, job, Uniform(16, 1024), parse_budget("96%", hardware.memory_bytes)))
+    assert "16 examples over 3 ranks: 6 for some, fewer for others, who wait" in plan.notes

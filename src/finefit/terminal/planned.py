@@ -39,7 +39,11 @@ def plan_renderable(plan: Mapping[str, Any], width: int, *, ascii_only: bool = F
         parts += [Text(), Text("why", style="bold"), *(Text(f"{mark} {reason}") for reason in plan["reasons"])]
     if plan.get("notes"):
         mark = "-" if ascii_only else "·"
-        parts += [Text(), Text("mind", style="bold"), *(Text(f"{mark} {note}") for note in plan["notes"])]
+        parts += [
+            Text(),
+            Text("mind", style="bold"),
+            *(Text(f"{mark} {note}") for note in plan["notes"] if note not in warnings),
+        ]
     if plan.get("alternatives"):
         parts += [Text(), _alternatives(plan, ascii_only)]
     return Group(*parts)
