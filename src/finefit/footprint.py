@@ -15,6 +15,28 @@ MOMENTS = ("load", "resume", *STEP, "eval", "save")
 # What is in a host's memory; pages of mapped files are the system's to take back.
 HOST = ("program", "tensors", "copies", "data", "mapped")
 
+# How people call them.
+LABELS: dict[str, str] = {
+    "parameter": "weights",
+    "gradient": "gradients",
+    "optimizer_state": "optimizer states",
+    "activation": "activations",
+    "temporary": "temporaries",
+    "input": "inputs",
+    "reserved": "reserved",
+}
+
+MOMENT_LABELS: dict[str, str] = {
+    "load": "weights loaded",
+    "resume": "resuming",
+    "forward_end": "end of forward",
+    "loss": "loss",
+    "backward_peak": "peak of backward",
+    "optimizer_step": "optimizer step",
+    "eval": "evaluation",
+    "save": "saving",
+}
+
 Witness = Literal["predicted", "simulated", "measured"]
 Bytes = dict[str, int]
 

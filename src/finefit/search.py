@@ -22,6 +22,7 @@ from .candidates import (
     splits,
 )  # fmt: skip
 from .errors import ConfigError, DoesNotFit, EngineError
+from .footprint import LABELS, MOMENT_LABELS
 from .mesh import Mesh
 from .plan import Alternative, Plan
 from .spec import JobSpec
@@ -172,7 +173,7 @@ def _does_not_fit(question: Question, tried: list[tuple[str, list[Candidate]]]) 
         f"{question.model.name} ({method}) needs at least {format_bytes(least.predicted.total_bytes)}, "
         f"{question.hardware.says} may use {format_bytes(budget)}{' each' * (question.hardware.count > 1)}.\n"
         f"  already on: {on}\n"
-        f"  largest part: {largest.replace('_', ' ')}, {format_bytes(parts[largest])}, at {least.predicted.peak_moment}"
+        f"  largest part: {LABELS[largest]}, {format_bytes(parts[largest])}, at {MOMENT_LABELS[least.predicted.peak_moment]}"
     )
     return DoesNotFit(message, hint=hint(question, Trials(_least, _best)) or "a device with more memory")
 

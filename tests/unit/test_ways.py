@@ -26,7 +26,7 @@ def test_does_not_fit_argues():
     assert re.match(r"small \(full\) needs at least 2\.\d\d GiB, laptop may use 1\.00 GiB\.", lines[0])
     assert "fp32 weights, matrix products in bf16 by autocast" in lines[1]
     assert "activations of 30 blocks are computed again in backward" in lines[1]
-    assert re.match(r"  largest part: optimizer state, 1\.\d+ GiB, at \w+", lines[2])
+    assert re.match(r"  largest part: optimizer states, 1\.\d+ GiB, at \w+", lines[2])
 
 
 def ways(hint):

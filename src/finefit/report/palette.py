@@ -6,6 +6,12 @@ Colours are Okabe and Ito's (told apart with any colour vision), grey for what t
 from collections.abc import Mapping
 from typing import Any
 
+from ..footprint import LABELS as LABELS
+from ..footprint import MOMENT_LABELS
+
+#: Moment -> how people call it, in the order of a step.
+MOMENTS = MOMENT_LABELS
+
 #: Component -> colour; the order is the order of stacks, tables and legends.
 COLOURS: dict[str, str] = {
     "parameter": "#0072B2",
@@ -15,29 +21,6 @@ COLOURS: dict[str, str] = {
     "temporary": "#CC79A7",
     "input": "#56B4E9",
     "reserved": "#999999",
-}
-
-#: Component -> how people call it.
-LABELS: dict[str, str] = {
-    "parameter": "weights",
-    "gradient": "gradients",
-    "optimizer_state": "optimizer states",
-    "activation": "activations",
-    "temporary": "temporaries",
-    "input": "inputs",
-    "reserved": "reserved",
-}
-
-#: Moment -> how people call it, in the order of a step.
-MOMENTS: dict[str, str] = {
-    "load": "weights loaded",
-    "resume": "resuming",
-    "forward_end": "end of forward",
-    "loss": "loss",
-    "backward_peak": "peak of backward",
-    "optimizer_step": "optimizer step",
-    "eval": "evaluation",
-    "save": "saving",
 }
 
 
