@@ -25,6 +25,7 @@ from .allocator import Event, Kind, replay, smallest_capacity
 from .build import Optimizing, rewritten
 from .build import optimizer_of as own_optimizer
 from .catalog.configs import depth_key
+from .fakes import without_values
 from .foreign import Dtype, ForeignRun, Lengths, Spread
 from .layout import Micro
 from .ledger import Ledger
@@ -90,7 +91,7 @@ def plan_stream(
     steps = next((t.most_steps for t in techniques if isinstance(t, Accumulation)), 1)
     made = AutoConfig.for_model(**shallow_config(config, shallow)).get_text_config()
     ledger = Ledger(CUDA if kind == "cuda" else None)
-    with standing_for(kind):
+    with standing_for(kind), without_values():
         run = rewritten(made, fitted, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             fill_empty(run.model, run.device)

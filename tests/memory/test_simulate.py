@@ -173,3 +173,18 @@ def test_what_shorter_rows_leave_is_replayed_or_its_absence_said() -> None:
         (),
         ("every micro-batch counts as the longest: what shorter ones leave in the allocator is not replayed",),
     ]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16_mixed"])
+def test_experts_of_any_type_are_simulated(kind: str) -> None:
+    """The grouped product has a kernel for bf16 alone; elsewhere transformers takes another way."""
+    config = {
+        **_config("Mixtral-8x7B"),
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+    }
+    micro = Micro(64, 64, 64)
+    stream = plan_stream(config, [Precision(kind), Lora(2), FusedLoss(64)], micro, "cuda")  # type: ignore[arg-type]
+    assert max(stream.moments()["backward_peak"].values()) > 0
