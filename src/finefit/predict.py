@@ -15,7 +15,7 @@ from . import phases
 from .coefficients import evaluation_is_traced, sections_for
 from .divided import Divided, Part, parts
 from .footprint import MOMENTS, Footprint
-from .layout import Layout, Micro, ParamGroup, traced_blocks
+from .layout import Layout, ParamGroup, traced_blocks
 from .sections import Section, numbers
 from .spec import HardwareSpec
 from .witness import nccl_bytes
@@ -192,8 +192,3 @@ class _Walk:
             late = self.tables[kind].get(f"late {block} {outer}")
             if late is not None:
                 self._add(late.end if self.divided is None else self.divided.share(late.end), times)
-
-
-def micro_of(lengths: tuple[int, ...], labelled: int) -> Micro:
-    """The micro-batch made of sequences of these lengths, packed."""
-    return Micro(sum(lengths), max(lengths), labelled)

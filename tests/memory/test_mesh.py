@@ -68,3 +68,13 @@ def test_a_rank_is_predicted_as_it_is_simulated(mesh, blocks, steps):
 def test_adapters_on_a_divided_base(mesh):
     predicted, moments = peaks(*MESHES[mesh], Precision("bf16"), Lora(8), Accumulation(4, 512, 4))
     assert predicted.peak_bytes == pytest.approx(max(sum(parts.values()) for parts in moments.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("mesh", ["zero3", "pipeline", "pipeline zero2"])
+def test_of_a_stage_its_own_share_of_blocks_is_checkpointed(mesh, steps):
+    """Half of all blocks is one of a stage's two."""
+    how = [*MESHES[mesh], Precision("bf16_mixed"), Accumulation(4, 512, steps), Checkpointing(3)]
+    predicted, moments = peaks(*how)
+    simulated = max(sum(parts.values()) for parts in moments.values())
+    assert 0.98 * simulated <= predicted.peak_bytes <= 1.08 * simulated

@@ -38,12 +38,6 @@ def test_steps_and_epochs_count_alike():
     assert order.epoch(5) == 2.0
 
 
-def test_worst_batch_is_the_dearest_and_the_first_of_equals():
-    worst = InOrder(6, 2).worst_batch(np.array([1, 5, 3, 3, 2, 2]), 6, cost=sum)
-    assert worst == (1, 6, [0, 1])
-    assert InOrder(6, 2).worst_batch([1, 5, 3, 3, 2, 2], 3, cost=lambda lengths: min(lengths) ** 2) == (2, 9, [2, 3])
-
-
 def test_wrong_numbers_are_refused():
     with pytest.raises(DataError):
         Order(0, 1, seed=0)

@@ -5,26 +5,15 @@ twice in an epoch, and what is left over at an epoch's end is carried into the n
 1, as in the event log. Declined: weights, several sets, and orders that look at lengths (they change what is learned).
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from finefit.errors import DataError
+from ..errors import DataError
 
 
 def spaced(n: int, most: int) -> list[int]:
     """At most ``most`` of ``n`` row numbers, evenly spaced."""
     return list(range(n)) if n <= most else [i * n // most for i in range(most)]
-
-
-class Worst(NamedTuple):
-    """The most expensive step: its number, its cost, its examples."""
-
-    step: int
-    cost: float
-    examples: list[int]
 
 
 class Order:
@@ -58,19 +47,6 @@ class Order:
     def epoch(self, step: int) -> float:
         """Epochs done after ``step`` steps."""
         return step * self.global_batch_size / self.n
-
-    def worst_batch(self, lengths: Sequence[int], steps: int, cost: Callable[[list[int]], float]) -> Worst:
-        """The step of 1..``steps`` whose examples' lengths cost most; the first of equals."""
-        if steps < 1:
-            raise ValueError(f"there is no worst of {steps} steps")
-        worst: Worst | None = None
-        for step in range(1, steps + 1):
-            examples = self.batch(step)
-            price = cost([int(lengths[i]) for i in examples])
-            if worst is None or price > worst.cost:
-                worst = Worst(step, price, examples)
-        assert worst is not None
-        return worst
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """The order of epoch 0, 1, ...
