@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from published import CONTRADICTED  # noqa: E402
+from published_words import CONTRADICTED, CORRECTED  # noqa: E402
 
 from accuracy import CASES, error_of, is_right  # noqa: E402
 
@@ -71,6 +71,7 @@ def results(pairs: Sequence[Pair]) -> dict[str, Any]:
         "by_sharding_a_and_b": grouped(best, lambda r: f"{(r['parallel'] or {}).get('impl') or 'one device'}"),
         "by_checkpointing_a_and_b": grouped(best, lambda r: str(r["checkpointing"])),
         "said_to_fit_but_published_as_out_of_memory": dangerous(best),
+        "records_corrected": [r["id"] for r, _ in pairs if r["id"] in CORRECTED],
         "refused_because": dict(Counter(line["refused"] for _, line in pairs if line["refused"])),
         "cases": [
             {"id": r["id"], "grade": r["grade"], "published_gib": r["peak_gib"], "reading": r["memory_kind"],
@@ -134,17 +135,28 @@ def against(pairs: Sequence[Pair], words: Mapping[str, str]) -> str:
     rows = [f"| {words['case']} | {words['needs']} | {words['card']} | {words['why']} |", "|---|---:|---:|---|"]
     for record, line in pairs:
         if record["id"] in named:
-            why = CONTRADICTED.get(record["id"], words["open"])
+            said = CONTRADICTED.get(record["id"])
+            why = said[words["language"]] if said else words["open"]
             cells = f"{line['needed_bytes'] / 2**30:.1f} GiB | {record['gpu_total_gib']} GiB | {why}"
             rows.append(f"| {record['id']} ({record['source']}) | {cells} |")
     return "\n".join(rows)
 
 
+def corrected(pairs: Sequence[Pair], words: Mapping[str, str]) -> str:
+    """Records that said something else than their own source does."""
+    rows = [f"| {words['record']} | {words['now']} | {words['card']} | {words['needs']} |", "|---|---|---:|---:|"]
+    for record, line in pairs:
+        if said := CORRECTED.get(record["id"]):
+            cells = f"{record['gpu_total_gib']} GiB | {line['needed_bytes'] / 2**30:.1f} GiB"
+            rows.append(f"| {record['id']} ({record['source']}) | {said[words['language']]} | {cells} |")
+    return "\n".join(rows)
+
+
 WORDS = {
-    "en": {"what": "cases", "peaks": "peaks", "median": "median error", "p90": "90th percentile", "within": "within 8 %",
+    "en": {"language": "en", "record": "record", "now": "is now", "what": "cases", "peaks": "peaks", "median": "median error", "p90": "90th percentile", "within": "within 8 %",
            "verdicts": "fits or not, right", "grade": "grade", "case": "published as out of memory", "needs": "predicted need",
            "card": "card", "why": "what we know", "open": "not explained"},
-    "zh": {"what": "案例", "peaks": "峰值数", "median": "误差中位数", "p90": "第 90 百分位", "within": "误差 8 % 以内",
+    "zh": {"language": "zh", "record": "记录", "now": "现为", "what": "案例", "peaks": "峰值数", "median": "误差中位数", "p90": "第 90 百分位", "within": "误差 8 % 以内",
            "verdicts": "能否放下，判断正确", "grade": "等级", "case": "公布为内存不足", "needs": "预测所需", "card": "显卡",
            "why": "我们知道的", "open": "尚未解释"},
 }  # fmt: skip
@@ -161,6 +173,8 @@ def write(pairs: Sequence[Pair]) -> None:
         text = re.sub(marks, lambda m, w=words: m[1] + table(found, w) + "\n" + m[2], page.read_text(), flags=re.S)  # type: ignore[misc]
         marks = r"(<!-- against -->\n).*?\n?(<!-- /against -->)"
         text = re.sub(marks, lambda m, w=words: m[1] + against(pairs, w) + "\n" + m[2], text, flags=re.S)  # type: ignore[misc]
+        marks = r"(<!-- corrected -->\n).*?\n?(<!-- /corrected -->)"
+        text = re.sub(marks, lambda m, w=words: m[1] + corrected(pairs, w) + "\n" + m[2], text, flags=re.S)  # type: ignore[misc]
         page.write_text(text)
 
 

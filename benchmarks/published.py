@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from published_adapters import adapter_of
+from published_words import CONTRADICTED
 
 from finefit.foreign import ForeignRun, Lengths, Spread
 
@@ -46,16 +47,6 @@ FUSED_C_ATTN = {"c_attn": ("q_proj", "k_proj", "v_proj"), "query_key_value": ("q
                 "c_proj": ("o_proj", "down_proj"), "mlp_all": ("gate_proj", "up_proj", "down_proj")}  # fmt: skip
 
 
-# Where the published outcome is not what follows from what the source states: said with the answer, never bent to.
-CONTRADICTED = {
-    "hf4bit-7b-int8-1024": "512 tokens go through on the same card; with checkpointing 512 more take under 1 GiB, not the 6 left",
-    "hf4bit-13b-nf4-1024-gc": "goes through with nested scales, which save 0.5 GiB; of 14.75 GiB a third is unaccounted for",
-    "oom-lf-4199": "failed after 300 steps with 8-bit states too, which are 10 GiB less: not by a step of the example's 1,024 tokens",
-    "oom-lf-4642": "rows of one length leave 12 GiB; of eight orders of rows of all lengths one fails: places of 18.6 GiB are cut up",
-    "oom-lf-5977-offload": "about 13 GB is the driver's view after rows of all lengths and evaluation; tensors take 5.5",
-    "llmem-opt-2.7b-4dp": "Gemini has all parameters whole at the end of forward; 1 GiB short of the card, as two others of its table",
-    "llmem-codegen-2b-nl-4dp": "Gemini has all parameters whole at the end of forward; 0.6 GiB short of the card",
-}  # fmt: skip
 # Data whose rows are padded to the longest of their micro-batch, by the sources that used them.
 # ms-swift's scripts/benchmark/test_memory_time/run_single.py of 2 January 2024: all 4,959 items up to a length of 2048,
 # else 1,000, what is longer is dropped; token statistics as its Benchmark.md states them.
@@ -77,7 +68,7 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
         raise Refused(f"method {method} has no stand-in")
     if record.get("arch") not in (None, "decoder", "decoder-moe"):
         raise Refused(f"an {record['arch']} is not a causal language model")
-    notes = [CONTRADICTED[record["id"]]] if record["id"] in CONTRADICTED else []
+    notes = [CONTRADICTED[record["id"]]["en"]] if record["id"] in CONTRADICTED else []
     full = method in WHOLE
     tables = _group(record) == "litgpt" and "-hub-" not in record["id"]  # lit-gpt of October 2023
     adapter = method in ("adapter", "adapter_v2")
