@@ -105,7 +105,7 @@ class Simulator:
             self._end()
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "finefit.simulate"],
+                [sys.executable, "-W", "ignore", "-m", "finefit.answers"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env,
             )  # fmt: skip
         return self._process

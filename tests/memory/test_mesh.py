@@ -6,7 +6,7 @@ from finefit.allocator import replay
 from finefit.candidates import rewrite
 from finefit.layout import Micro
 from finefit.predict import footprint
-from finefit.simulate import plan_streams
+from finefit.rank_streams import plan_streams
 from finefit.spec import ModelSpec
 from finefit.techniques import (
     Accumulation,

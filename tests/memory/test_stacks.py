@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finefit.allocator import MIB
+from finefit.answers import readings_of
 from finefit.foreign import ForeignRun
 from finefit.ledger import Ledger
-from finefit.simulate import STEADY, fake_world, readings_of, step
+from finefit.simulate import STEADY, fake_world, step
 from finefit.stacks import litgpt, titan, torchtune, transformers
 from finefit.stacks.base import Stepped
 from finefit.stacks.compiled import Piece
