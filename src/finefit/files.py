@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,11 @@ try:
 except ImportError:  # Windows: two writers are not noticed there
     fcntl = None  # type: ignore[assignment]
 
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}  # fmt: skip
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content``; CheckpointError (disk full, no permission) leaves the old file as it was."""
@@ -23,7 +29,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; flushed to the disk and renamed to ``path`` when the block ends well."""
+    """A temporary name to write to; flushed to the disk and renamed to ``path`` when the block ends well.
+
+    Behind a link it is the file that is replaced; what is no file (a device, a pipe, a folder) is refused.
+    """
+    path = replaceable(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +48,23 @@ def replacing(path: Path) -> Iterator[Path]:
         raise CheckpointError(
             f"could not write: {error.strerror or error}", where=str(path), hint=_hint(error)
         ) from error
+
+
+def replaceable(path: Path) -> Path:
+    """The file that writing to ``path`` replaces or makes. CheckpointError for what a rename would only destroy."""
+    try:
+        real = path.resolve() if path.is_symlink() else path
+        # of what is opened: a link such as /dev/stdout has a target without a name
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        return real
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a file as a folder, a name with a null
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"could not write: {reason}", where=str(path), hint="give another name") from error
+    if kind == stat.S_IFREG:
+        return real
+    hint = "give the name of a file"
+    raise CheckpointError(f"{_KINDS.get(kind, 'something that is no file')} is there", where=str(path), hint=hint)
 
 
 def hold(folder: Path) -> IO[bytes]:

@@ -1,6 +1,7 @@
 """Writing: whole or not at all, and one process a folder."""
 
 import errno
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from finefit import adapter
 from finefit.adapter import save_tokenizer, write_tensors
 from finefit.errors import CheckpointError, ConfigError
-from finefit.files import hold
+from finefit.files import hold, write_atomically
 
 
 def test_a_full_disk_says_so_and_keeps_the_old_file(tmp_path, monkeypatch):
@@ -44,3 +45,24 @@ def test_a_folder_is_held_by_one(tmp_path):
         hold(tmp_path)
     held.close()
     hold(tmp_path).close()
+
+
+def test_what_is_no_file_is_left_as_it_is(tmp_path):
+    pipe, folder, loop = (tmp_path / name for name in ("pipe", "folder", "loop"))
+    os.mkfifo(pipe)
+    folder.mkdir()
+    loop.symlink_to(loop)
+    for path, message in ((pipe, "a pipe is there"), (folder, "a folder is there"), (loop, "could not write: .*")):
+        with pytest.raises(CheckpointError, match=f": {message}\n"):
+            write_atomically(path, b"new")
+    assert pipe.is_fifo() and folder.is_dir() and loop.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "loop"}
+
+
+def test_behind_a_link_it_is_the_file_that_is_replaced(tmp_path):
+    (tmp_path / "there").write_bytes(b"old")
+    for name in ("there", "new"):
+        link = tmp_path / f"to {name}"
+        link.symlink_to(name)
+        write_atomically(link, name.encode())
+        assert (link.is_symlink(), (tmp_path / name).read_bytes()) == (True, name.encode())
