@@ -1,8 +1,12 @@
 """Writing so that a reader never sees half a file: temporary name, fsync, rename."""
 
+import atexit
 import errno
 import os
+import shutil
 import stat
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +23,8 @@ _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }  # fmt: skip
+
+_STAND_INS: dict[Path, Path] = {}  # temporary folders, by that of the user's cache which cannot be written to
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -65,6 +71,42 @@ def replaceable(path: Path) -> Path:
         return real
     hint = "give the name of a file"
     raise CheckpointError(f"{_KINDS.get(kind, 'something that is no file')} is there", where=str(path), hint=hint)
+
+
+def user_cache(part: str) -> Path:
+    """The folder of XDG_CACHE_HOME (or ~/.cache) that holds ``part`` of what finefit derives, there or not."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+    return base / "finefit" / part
+
+
+def cache_folders(part: str) -> tuple[Path, ...]:
+    """Where ``part`` of the cache is read from, the last first: the user's folder, and what stands in for it."""
+    folder = user_cache(part)
+    return (folder, _STAND_INS[folder]) if folder in _STAND_INS else (folder,)
+
+
+def writable_cache(part: str) -> Path:
+    """The folder of ``cache_folders`` to write to. A cache is a convenience: where the user's cannot be written to,
+    a temporary one stands in for it until this process ends, with one warning."""
+    folder = user_cache(part)
+    if folder in _STAND_INS:
+        return _STAND_INS[folder]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk takes a name, and nothing in it")
+    except OSError as error:
+        if not _STAND_INS:
+            print(
+                f"warning: the cache {folder.parent} cannot be written to ({error.strerror}): what is derived is not kept; "
+                "set XDG_CACHE_HOME to a folder that can be",
+                file=sys.stderr,
+            )
+        made = tempfile.mkdtemp(prefix="finefit-")
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        _STAND_INS[folder] = Path(made)
+        return _STAND_INS[folder]
+    return folder
 
 
 def hold(folder: Path) -> IO[bytes]:
