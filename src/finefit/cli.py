@@ -279,16 +279,48 @@ def _steady_environment() -> None:
 
 
 def main() -> None:
-    """Entry point: errors of the user's become one message, exit code 2; an interrupt 130; ours keep their traceback."""
+    """Entry point: errors of the user's become one message, exit code 2; an interrupt 130; ours keep their traceback.
+
+    A reader that has gone away (head, a pager) ends it with 141, as the signal would.
+    """
     signal.signal(signal.SIGINT, _interrupted)
+    try:
+        _carried_out()
+    except SystemExit as leaving:
+        if not isinstance(leaving.__context__, BrokenPipeError):  # the framework and the tables make it a plain 1
+            raise
+        code = 141
+    except BrokenPipeError:
+        code = 141
+    except OSError as error:
+        if error.filename is not None or not _output_fails():
+            raise
+        hint = "free some space, or send it elsewhere"
+        print(f"error: the output could not be written: {error.strerror or error}\nhint: {hint}", file=sys.stderr)
+        code = FinefitError.exit_code
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere, without a word
+    raise SystemExit(code)
+
+
+def _carried_out() -> None:
+    """The verb; what it printed has left this process at the end, or the error says why not."""
     try:
         app()
     except FinefitError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+    finally:
+        if sys.stdout is not None:  # closed by who started this
+            sys.stdout.flush()
+
+
+def _output_fails() -> bool:
+    """Whether it is the standard output that takes no more, rather than a file of ours."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _interrupted(_number: int, _frame: Any) -> None:
