@@ -1,4 +1,4 @@
-"""How the program ends: a reader that is gone, a disk that is full."""
+"""How the program ends: a reader that is gone, a disk that is full, words that name nothing."""
 
 import os
 import subprocess
@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from finefit import cli
 
 VERBS = (("catalog", "hosts"), ("catalog", "gpus", "--json"), ("--help",))
 
@@ -31,3 +34,21 @@ def test_output_to_a_full_disk_is_one_message(words):
             "hint: free some space, or send it elsewhere",
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (("fits", ""), "the device has an empty name", "leave it out"),
+        (("plan", "SmolLM2-135M", "--gpu", " "), "the device has an empty name", "leave it out"),
+        (("plan", "nowhere/a-model", "nothere.jsonl"), "nothere.jsonl: no such data file", "give a file"),
+        (("train", "nowhere/a-model", "stdlib-docstring"), "no such data file", "did you mean 'stdlib-docstrings'?"),
+        (("plan", "nowhere/a-model", "lora.rank"), "'lora.rank' has no value", "say lora.rank=VALUE"),
+        (("plan", "SmolLM2-135M", "lora.rank="), "'lora.rank' must be a whole number, but it is empty", ""),
+        (("plan", "SmolLM2-135M", "--method", "\udcc3"), "must be text in the terminal's own encoding", ""),
+    ],
+)
+def test_a_word_that_names_nothing_is_told_by_its_own_name(words, message, hint, monkeypatch):
+    monkeypatch.setattr(cli, "_steady_environment", lambda: None)
+    told = str(CliRunner().invoke(cli.app, words).exception)
+    assert message in told and hint in told
