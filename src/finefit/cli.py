@@ -214,15 +214,6 @@ def _config(words: list[str], options: list[str]) -> Any:
     return standing(load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False))))
 
 
-def _check_data(config: Any) -> None:
-    """Data that is not there is told before a model is looked for, which takes long and may fail for its own reason."""
-    from .data.readers import check_named
-
-    for name in (config.data, config.eval_data):
-        if name:
-            check_named(name)
-
-
 def _is_foreign(words: list[str]) -> bool:
     """Whether the first word is another tool's run file."""
     if not words or not words[0].endswith((".yaml", ".yml")) or not Path(words[0]).is_file():
@@ -249,6 +240,15 @@ def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: b
         print(json.dumps(told, indent=1))
     else:
         foretold_view(told)
+
+
+def _check_data(config: Any) -> None:
+    """Data that is not there is told before a model is looked for, which takes long and may fail for its own reason."""
+    from .data.readers import check_named
+
+    for name in (config.data, config.eval_data):
+        if name:
+            check_named(name)
 
 
 def _carry_out(job: Any, log_format: str, resumed: bool) -> None:
