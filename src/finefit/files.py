@@ -141,5 +141,5 @@ def _hint(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return "the disk is full: free some space and repeat the command; a run goes on with `finefit resume`"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return "the folder cannot be written to: choose another output_dir"
+        return "the folder cannot be written to: name another (output_dir of a run)"
     return "check that the disk is there and writable"
