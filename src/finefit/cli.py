@@ -24,11 +24,19 @@ app = typer.Typer(
 Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yaml, then key=value settings")]
 
 
+def _not_empty(device: str | None) -> str | None:
+    """A device that was named; an empty name is a variable of the shell that is not set, not this machine."""
+    if device is not None and not device.strip():
+        raise ConfigError("the device has an empty name", hint="say a name (RTX 4090), or leave it out: this machine")
+    return device
+
+
 @app.command()
 def plan(  # noqa: PLR0913 (each is an option)
     words: Words = None,
     gpu: Annotated[
-        str | None, typer.Option(help="plan for this device: 'RTX 4090', H100, 24GiB; default: this machine")
+        str | None,
+        typer.Option(callback=_not_empty, help="plan for this device: 'RTX 4090', H100, 24GiB; default: this machine"),
     ] = None,
     budget: Annotated[str | None, typer.Option(help="memory to use: 8GiB, 80%, -1GiB, 6GiB..8GiB")] = None,
     method: Annotated[str | None, typer.Option(help="full, lora, qlora or auto")] = None,
@@ -62,6 +70,7 @@ def plan(  # noqa: PLR0913 (each is an option)
         from .assets import model_folder
         from .examples import read_data, tokenizer_of
 
+        _check_data(config)
         data = read_data(config, tokenizer_of(model_folder(config.model).folder))
     model, hardware = resolve_model(config.model), planning.hardware_of(config, gpu)
     made = planning.make_plan(config, replace(model, name=planning.called(config)), hardware, data)
@@ -99,6 +108,7 @@ def train(
     config = _config(words or [], [])
     if config.data is None:
         raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
+    _check_data(config)
     _carry_out(session.new(config, plan_file), log_format, resumed=False)
 
 
@@ -167,7 +177,9 @@ def catalog(
 
 @app.command()
 def fits(
-    device: Annotated[str | None, typer.Argument(help="24GiB, 'RTX 4090', H100; default: this machine")] = None,
+    device: Annotated[
+        str | None, typer.Argument(callback=_not_empty, help="24GiB, 'RTX 4090', H100; default: this machine")
+    ] = None,
     method: Annotated[str | None, typer.Option(help="full, lora or qlora; default: each of them")] = None,
     model: Annotated[str, typer.Option(help="only models with this in their name")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON with exact numbers")] = False,
@@ -239,6 +251,15 @@ def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: b
         foretold_view(told)
 
 
+def _check_data(config: Any) -> None:
+    """Data that is not there is told before a model is looked for, which takes long and may fail for its own reason."""
+    from .data.readers import check_named
+
+    for name in (config.data, config.eval_data):
+        if name:
+            check_named(name)
+
+
 def _carry_out(job: Any, log_format: str, resumed: bool) -> None:
     from .events import EventLog
     from .terminal.live import reporter
@@ -288,16 +309,48 @@ def _steady_environment() -> None:
 
 
 def main() -> None:
-    """Entry point: errors of the user's become one message, exit code 2; an interrupt 130; ours keep their traceback."""
+    """Entry point: errors of the user's become one message, exit code 2; an interrupt 130; ours keep their traceback.
+
+    A reader that has gone away (head, a pager) ends it with 141, as the signal would.
+    """
     signal.signal(signal.SIGINT, _interrupted)
+    try:
+        _carried_out()
+    except SystemExit as leaving:
+        if not isinstance(leaving.__context__, BrokenPipeError):  # the framework and the tables make it a plain 1
+            raise
+        code = 141
+    except BrokenPipeError:
+        code = 141
+    except OSError as error:
+        if error.filename is not None or not _output_fails():
+            raise
+        hint = "free some space, or send it elsewhere"
+        print(f"error: the output could not be written: {error.strerror or error}\nhint: {hint}", file=sys.stderr)
+        code = FinefitError.exit_code
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere, without a word
+    raise SystemExit(code)
+
+
+def _carried_out() -> None:
+    """The verb; what it printed has left this process at the end, or the error says why not."""
     try:
         app()
     except FinefitError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+    finally:
+        if sys.stdout is not None:  # closed by who started this
+            sys.stdout.flush()
+
+
+def _output_fails() -> bool:
+    """Whether it is the standard output that takes no more, rather than a file of ours."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _interrupted(_number: int, _frame: Any) -> None:

@@ -13,17 +13,19 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .catalog import structures
 from .errors import EngineError, ModelError, did_you_mean
-from .files import write_atomically
+from .files import cache_folders, writable_cache, write_atomically
 from .layout import Layout
 from .spec import digest
 
 SHIPPED = Path(__file__).parent / "catalog" / "coefficients"
+_PART = "coefficients"  # of the user's cache: traces of their own
 Sections = list[dict[str, Any]]
 
 
@@ -74,14 +76,15 @@ def evaluation_is_traced(layout: Layout) -> bool:
 def _known(layout: Layout) -> Mapping[str, Any]:
     """Graphs at hand: the model's own before its family's, which only stand for what has the family's tensors."""
     model = layout.model
-    return _graphs(model.family, model.config, not model.extra, _folder())
+    return _graphs(model.family, model.config, not model.extra, cache_folders(_PART))
 
 
 @functools.lru_cache(maxsize=256)
-def _graphs(family: str, config: str, is_plain: bool, _folder: Path) -> Mapping[str, Any]:
+def _graphs(family: str, config: str, is_plain: bool, folders: tuple[Path, ...]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for name in reversed(_names(family, config, is_plain)):
-        found |= {**read(_cache(name)), **read(SHIPPED / f"{name}.json.gz")}
+        for path in (*(_file(folder, name) for folder in folders), SHIPPED / f"{name}.json.gz"):
+            found |= read(path)
     return found
 
 
@@ -144,21 +147,25 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
 
 @functools.cache
 def read(path: Path) -> Mapping[str, Any]:
-    """Graphs of a coefficient file, by key; empty where there is none."""
-    if not path.is_file():
+    """Graphs of a coefficient file, by key; empty where there is none, or a damaged one that can be made again."""
+    try:
+        data: Mapping[str, Any] = json.loads(gzip.decompress(path.read_bytes()))["graphs"]
+    except FileNotFoundError:
         return {}
-    data: Mapping[str, Any] = json.loads(gzip.decompress(path.read_bytes()))["graphs"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
+        if path.parent == SHIPPED:
+            raise
+        return {}
     return data
 
 
 def _cache(name: str) -> Path:
-    return _folder() / f"{name}-{_fingerprint()}.json.gz"
+    """The file that a trace goes to."""
+    return _file(writable_cache(_PART), name)
 
 
-def _folder() -> Path:
-    """Where the user's own traces are."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "finefit" / "coefficients"
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}-{_fingerprint()}.json.gz"
 
 
 @functools.cache

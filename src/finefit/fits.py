@@ -14,6 +14,7 @@ from . import catalog
 from .batches import Uniform
 from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, techniques_of
 from .coefficients import is_traced, shipped
+from .errors import ConfigError, did_you_mean
 from .mesh import Mesh
 from .search import DEFAULT_BUDGET
 from .spec import HardwareSpec, JobSpec, ModelSpec
@@ -37,7 +38,8 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``longest`` None: not even 512 tokens fit, or ``why`` says why it is not known. ``usual`` is at 2,048 tokens."""
+    """``longest`` None: not even 512 tokens fit, or ``why`` says why it is not known or, where it is not ``possible``,
+    why the method does not take this model. ``usual`` is at 2,048 tokens."""
 
     model: str
     hub_id: str
@@ -47,6 +49,7 @@ class Fit:
     longest: At | None = None
     usual: At | None = None
     why: str = ""
+    possible: bool = True
 
 
 def fits(hardware: HardwareSpec, methods: Sequence[Method] = METHODS, word: str = "") -> dict[str, Any]:
@@ -63,13 +66,21 @@ def fits(hardware: HardwareSpec, methods: Sequence[Method] = METHODS, word: str 
 
 
 def _models(word: str) -> Iterator[tuple[str, ModelSpec]]:
-    """Every main model of a family whose coefficients are shipped, smallest first."""
-    families = shipped()
-    found = [
-        (name, ModelSpec.from_config(model.config, model.name))
-        for name, model, _ in catalog.main_models()
-        if model.config["model_type"] in families and catalog.plain_name(word) in catalog.plain_name(name)
-    ]
+    """Every main model of a family whose coefficients are shipped, smallest first; ConfigError where no name has it."""
+    families, wanted = shipped(), catalog.plain_name(word)
+    named = [(name, model) for name, model, _ in catalog.main_models() if wanted in catalog.plain_name(name)]
+    if not named:
+        names = [name for name, _, _ in catalog.main_models()]
+        hint = did_you_mean(word, names) or did_you_mean(word.rpartition("/")[2], names)
+        raise ConfigError(
+            f"no name among the catalogue's models has '{word}' in it",
+            hint=hint or "finefit catalog models lists all; finefit plan takes any model",
+        )
+    known = [(name, model) for name, model in named if model.config["model_type"] in families]
+    if not known:
+        hint = f"finefit plan {named[0][0]} traces it"
+        raise ConfigError(f"of {named[0][0]} nothing is known without a trace", hint=hint)
+    found = [(name, ModelSpec.from_config(model.config, model.name)) for name, model in known]
     return iter(sorted(found, key=lambda row: row[1].num_parameters))
 
 
@@ -77,11 +88,11 @@ def _fit(name: str, question: Question) -> Fit:
     model = question.model
     fit = Fit(name, model.name, model.num_parameters, model.max_position_embeddings, question.job.method)
     try:
-        why = "" if _is_known(question) else "not traced yet: finefit plan traces it"
+        is_known = _is_known(question)
     except Unsuitable as error:
-        why = str(error)
-    if why:
-        return replace(fit, why=why)
+        return replace(fit, why=str(error), possible=False)
+    if not is_known:
+        return replace(fit, why="not traced yet: finefit plan traces it")
     longest = _longest(question)
     if not longest:
         return fit

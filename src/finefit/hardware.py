@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from .catalog import CatalogGpu, CatalogHost, find_gpu, find_host, gpu_names
 from .errors import ConfigError, EngineError, did_you_mean
-from .units import format_bytes, parse_bytes
+from .units import format_bytes, parse_bytes, unit_meant
 
 MIB = 2**20
 # CUDA context and library kernels of one process: 0.5 to 0.9 GiB with recent PyTorch; the lower middle of that band.
@@ -32,8 +32,8 @@ _STAND_IN = "RTX 3090"  # rates of a device of which only the memory is known: a
 _CORE_FLOPS_PER_S = {"avx512f": 147e9, "avx2": 60e9, "none": 20e9, "amx_bf16": 930e9, "amx_fp16": 930e9}
 _CORE_BANDWIDTH_BYTES_PER_S = 12e9  # one core streaming from DDR4/DDR5, a guess
 _SOCKET_BANDWIDTH_BYTES_PER_S = 80e9
-_COUNT_BEFORE = re.compile(r"^\s*(\d{1,6})\s*[x×*]\s*(.+)$", re.IGNORECASE)
-_COUNT_AFTER = re.compile(r"^(.*\d|.+\s)[x×*]\s*(\d{1,6})\s*$", re.IGNORECASE)
+_COUNT_BEFORE = re.compile(r"^\s*(-?\d+(?:[.,]\d+)?)\s*[x×*]\s*(.+)$", re.IGNORECASE)
+_COUNT_AFTER = re.compile(r"^(.*\d|.+\s)[x×*]\s*(-?\d+(?:[.,]\d+)?)\s*$", re.IGNORECASE)
 _AMOUNT = re.compile(r"^(?:gpu[\s_-]*)?([0-9.]+\s*(?:[kmgt]i?b?|b))$", re.IGNORECASE)
 
 
@@ -88,16 +88,15 @@ class HardwareSpec:
     @classmethod
     def from_name(cls, text: str) -> Self:
         """A catalogued device ("RTX 4090", "2x H100", "A100 1g.10gb"), machine ("2x DGX H100") or amount ("24GiB")."""
-        text_of_one, count = _without_count(text)
-        if not 1 <= count <= _MOST_DEVICES:
-            raise _no_device(text, "a count begins at 1" if count < 1 else f"a count ends at {_MOST_DEVICES:,}")
+        text_of_one, said = _without_count(text)
+        count = _count_of(said, text)
         if gpu := find_gpu(text_of_one):
             return cls._of_gpu(gpu, count)
         if host := find_host(text_of_one):
             return cls._of_host(host, count)
         if amount := _AMOUNT.match(text_of_one):
             return cls._of_memory(parse_bytes(amount[1]), count)
-        near = did_you_mean(text_of_one, gpu_names())
+        near = unit_meant(text_of_one) or did_you_mean(text_of_one, gpu_names())
         raise _no_device(text, near or "say a name (RTX 4090) or an amount of memory (24GiB)")
 
     @classmethod
@@ -173,15 +172,26 @@ def _no_device(text: str, hint: str) -> ConfigError:
     return ConfigError(f"no device is called '{shown}'", hint=hint)
 
 
-def _without_count(text: str) -> tuple[str, int]:
-    """``2x H100`` and ``H100 x2`` -> (``H100``, 2); a name that is catalogued as it stands has no count in it."""
+def _without_count(text: str) -> tuple[str, str]:
+    """``2x H100`` and ``H100 x2`` -> (``H100``, ``2``); a name that is catalogued as it stands has no count in it."""
     if find_gpu(text) or find_host(text):
-        return text, 1
+        return text, "1"
     if before := _COUNT_BEFORE.match(text):
-        return before[2].strip(), int(before[1])
+        return before[2].strip(), before[1]
     if after := _COUNT_AFTER.match(text):
-        return after[1].strip(), int(after[2])
-    return text.strip(), 1
+        return after[1].strip(), after[2]
+    return text.strip(), "1"
+
+
+def _count_of(said: str, text: str) -> int:
+    if said.startswith("-") or not said.strip("0"):
+        raise _no_device(text, "a count begins at 1")
+    if not said.isdecimal():
+        raise _no_device(text, "a count is a whole number")
+    digits = said.lstrip("0")
+    if len(digits) > len(str(_MOST_DEVICES)) or int(digits) > _MOST_DEVICES:
+        raise _no_device(text, f"a count ends at {_MOST_DEVICES:,}")
+    return int(digits)
 
 
 def calibration_path() -> Path:

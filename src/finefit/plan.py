@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from .errors import ConfigError
-from .files import write_atomically
+from .errors import CheckpointError, ConfigError
+from .files import replaceable, write_atomically
 from .footprint import Footprint
 from .techniques import TECHNIQUES, Technique, from_json
 from .units import format_bytes, format_seconds
@@ -103,6 +103,8 @@ class Plan:
         })  # fmt: skip
 
     def save(self, path: Path) -> None:
+        """Write to ``path``, in a folder that is there: a new file, or over an earlier plan; ConfigError otherwise."""
+        _check_place(path)
         write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
 
@@ -120,6 +122,33 @@ def load(path: Path) -> Plan:
         raise ConfigError(f"not a plan: {error}", where=str(path), hint=_AGAIN) from error
     except ConfigError as error:
         raise ConfigError(error.message, where=str(path), hint=error.hint) from error
+
+
+def _check_place(path: Path) -> None:
+    if not path.name:
+        what = "a folder is there" if path.parts else "the plan needs the name of a file"
+        raise ConfigError(what, where=str(path), hint="-o plan.json")
+    try:
+        real = replaceable(path)
+        if not real.parent.is_dir():
+            raise ConfigError("there is no such folder for the plan", where=str(path), hint=f"mkdir -p {path.parent}")
+        if real.exists() and not _is_plan(real.read_bytes()):
+            raise ConfigError("the file there is not a plan", where=str(path), hint="give another name, or delete it")
+    except CheckpointError as error:
+        raise ConfigError(error.message, where=str(path), hint=f"{error.hint}; --json prints the plan") from error
+    except OSError as error:
+        raise ConfigError(f"could not write: {error.strerror}", where=str(path), hint="give another name") from error
+
+
+def _is_plan(content: bytes) -> bool:
+    """Whether a file may be replaced by a plan: it is one, of any version, or has nothing in it."""
+    if not content.strip():
+        return True
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and {"version", "techniques", "predicted"} <= data.keys()
 
 
 def _check_plan(kind: type[Plan], data: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from .catalog import folders, structures
-from .catalog.configs import fields_of_config
+from .catalog.configs import fields_of_config, told_at
 from .catalog.resolve import locate_model
 from .hardware import HardwareSpec
 
@@ -124,8 +124,9 @@ class ModelSpec:
     def from_folder(cls, path: Path | str) -> Self:
         """Read config.json and, when there are safetensors files, their headers; the weights are never read."""
         folder = Path(path)
-        config = folders.read_config(folder / "config.json")
-        spec = cls.from_config(config, folder.resolve().name)
+        config, name = folders.read_config(folder / "config.json"), folder.resolve().name
+        with told_at(folder / "config.json", name):
+            spec = cls.from_config(config, name)
         if config.get("quantization_config"):
             return spec  # packed tensors have other names and shapes; the config's are the model's
         headers, why_not = folders.read_headers(folder)
@@ -308,10 +309,13 @@ def resolve_model(text: str) -> ModelSpec:
     """The model a user named: folder, config.json, catalogue name, cached or online hub id, in this order."""
     found = locate_model(text)
     if not isinstance(found, Path):
-        return ModelSpec.from_config(found.config, found.name)
+        spec = ModelSpec.from_config(found.config, found.name)
+        return spec.with_note(found.note) if found.note else spec
     if found.is_dir():
         return dataclasses.replace(ModelSpec.from_folder(found), name=folders.repository_name(found))
-    return ModelSpec.from_config(folders.read_config(found), folders.repository_name(found.parent))
+    name = folders.repository_name(found.parent)
+    with told_at(found, name):
+        return ModelSpec.from_config(folders.read_config(found), name)
 
 
 def digest(config: str) -> str:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 
 _FACTOR = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -19,11 +19,21 @@ def parse_bytes(text: str) -> int:
     """Bytes of ``8GiB`` (2^30), ``24GB`` (10^9), ``512MiB``, ``8G`` (2^30) or a plain number."""
     match = _NUMBER.match(text)
     if not match or match[2].lower() not in _FACTOR:
-        raise ConfigError(f"'{text}' is not an amount of memory", hint=_HINT)
+        raise ConfigError(f"'{text}' is not an amount of memory", hint=unit_meant(text) or _HINT)
     n_bytes = float(match[1]) * _FACTOR[match[2].lower()]
     if n_bytes > MOST_BYTES:
         raise ConfigError(f"'{text}' is more memory than any device has", hint=_HINT)
     return int(n_bytes)
+
+
+def unit_meant(text: str) -> str:
+    """A hint for an amount whose unit is misspelt (``24GBB``), or an empty string; a unit of bytes has a b in it."""
+    match = _NUMBER.match(text)
+    unit = match[2].lower() if match else ""
+    if match is None or unit in _FACTOR or "b" not in unit:
+        return ""
+    near = nearest(unit, [known for known in _FACTOR if len(known) > 1])
+    return f"did you mean '{match[1]}{near[:-1].upper().replace('I', 'i')}B'?" if near else ""
 
 
 def format_bytes(n_bytes: float) -> str:

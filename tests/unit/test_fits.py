@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from finefit import cli, coefficients
 from finefit.batches import Uniform
 from finefit.candidates import Question, candidate
+from finefit.errors import ConfigError
 from finefit.fits import EXAMPLES, fits
 from finefit.search import DEFAULT_BUDGET, search
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
@@ -78,8 +79,10 @@ def test_every_model_of_a_shipped_family_is_there_and_nothing_is_traced(monkeypa
     assert sizes == sorted(sizes)
 
 
-def row(longest=None, usual=None, why=""):
-    return {"longest": longest, "usual": usual, "why": why, "parameters": 10**9, "context": 8192}
+def row(longest=None, usual=None, why="", possible=True):
+    return {
+        "longest": longest, "usual": usual, "why": why, "possible": possible, "parameters": 10**9, "context": 8192,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,7 @@ def row(longest=None, usual=None, why=""):
     [
         (row(), ("-", "")),
         (row(why="not traced"), ("?", "")),
+        (row(why="no linear layers", possible=False), ("x", "")),
         (row({"length": 1536, "tokens_per_s": 3.14159}), ("1.5k", "3.1")),
         (row({"length": 131_072, "tokens_per_s": 100.0}, {"length": 2048, "tokens_per_s": 1234.5}), ("128k", "1,234")),
     ],
@@ -109,6 +113,42 @@ def test_the_table_is_readable_at_eighty_columns():
     assert any(re.match(r"Llama-3\.1-8B +8\.03B +- +[\d.]+k +[\d,]+ +[\d.]+k +[\d,]+", line) for line in lines)
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
+
+
+def shown(found, width):
+    out = Console(file=io.StringIO(), width=width)
+    show_fits(found, console=out)
+    return out.file.getvalue()
+
+
+def test_a_narrow_terminal_has_whole_numbers():
+    found = fits(CARD, word="Llama-3.")
+    speeds = [words(row)[1] for row in found["rows"] if row["longest"]]
+    for width, heads, lines in ((60, "qlora tok/s", None), (45, "lora qlora", None), (30, "full - lora", speeds)):
+        text = shown(found, width)
+        assert (width, heads in " ".join(text.split()), "…" in text) == (width, True, False)
+        assert max(map(len, text.splitlines())) <= width
+        assert all(speed in text for speed in lines or ())
+
+
+def test_a_method_that_does_not_take_a_model_has_a_mark_of_its_own():
+    text = shown(fits(CARD, word="gpt2"), 80)
+    assert "x: the method does not take this model." in text
+    assert "?: not known" not in text
+
+
+def test_where_nothing_fits_there_is_a_sentence():
+    found = fits(HardwareSpec.from_name("8GiB"), ["full"], "Llama-3.1-405B")
+    assert shown(found, 80).splitlines()[1] == "not 512 tokens of Llama-3.1-405B fit"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("zzz", "catalog models lists all"), ("Llamma-3.1-8B", "did you mean 'Llama-3.1-8B'?")]
+)
+def test_a_name_that_is_no_models_is_refused(word, hint):
+    with pytest.raises(ConfigError, match=f"has '{word}' in it") as caught:
+        fits(CARD, word=word)
+    assert hint in caught.value.hint
 
 
 def test_the_command_prints_json_in_under_five_seconds_without_torch():

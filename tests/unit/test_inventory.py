@@ -103,6 +103,18 @@ def test_tables_are_readable_at_eighty_columns():
         assert not any("…" in line for line in table(kind, ""))
 
 
+def test_a_narrow_terminal_has_whole_numbers_below_the_names():
+    for kind in ("models", "gpus", "hosts"):
+        out = Console(file=io.StringIO(), width=32)
+        show(kind, rows(kind), console=out)
+        text = out.file.getvalue()
+        assert (kind, "…" in text, max(map(len, text.splitlines())) <= 32) == (kind, False, True)
+    out = Console(file=io.StringIO(), width=32)
+    show("hosts", rows("hosts", "p4de"), console=out)
+    text = " ".join(out.file.getvalue().split())
+    assert text == "p4de.24xlarge GPUs 8 x A100 80GB, host memory 1152 GiB, network 50 GB/s"
+
+
 @pytest.mark.parametrize(
     ("n", "text"),
     [(671_026_404_352, "671B"), (8_030_261_248, "8.03B"), (134_515_008, "135M"), (999, "999"), (2e12, "2T")],

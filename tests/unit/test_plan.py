@@ -5,6 +5,8 @@ Renew ``tests/golden/plans.json`` after a change that is meant to change plans: 
 
 import dataclasses
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,47 @@ def test_a_plan_is_read_back_as_it_was_written(plan, tmp_path):
     assert plan.techniques == again.techniques
     assert plan.alternatives == again.alternatives
     assert plan.predicted.total_bytes == again.predicted.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("", "a folder is there", "--json prints the plan"),
+        ("pipe", "a pipe is there", "--json prints the plan"),
+        ("nope/x.json", "there is no such folder for the plan", "mkdir -p .*/nope"),
+        ("keep.json", "the file there is not a plan", "give another name"),
+        ("keep.txt", "the file there is not a plan", "give another name"),
+    ],
+)
+def test_a_plan_is_saved_over_nothing_but_plans(plan, tmp_path, name, message, hint):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "keep.json").write_text('{"version": 1}')
+    (tmp_path / "keep.txt").write_text("notes")
+
+    def state():
+        stats = {path: path.lstat() for path in tmp_path.iterdir()}
+        return {path: (one.st_ino, one.st_mode, one.st_mtime_ns) for path, one in stats.items()}
+
+    before = state()
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan.save(tmp_path / name)
+    assert re.search(hint, caught.value.hint)
+    assert before == state()
+
+
+def test_a_plan_needs_a_name(plan):
+    with pytest.raises(ConfigError, match="needs the name of a file"):
+        plan.save(Path())
+
+
+def test_a_plan_replaces_an_earlier_one_and_what_is_empty(plan, tmp_path):
+    (tmp_path / "new.json").touch()
+    (tmp_path / "link.json").symlink_to("old.json")
+    (tmp_path / "old.json").write_text('{"version": 0, "techniques": [], "predicted": {}}')
+    for name in ("new.json", "link.json"):
+        plan.save(tmp_path / name)
+        assert plan.to_json() == load(tmp_path / name).to_json()
+    assert (tmp_path / "link.json").is_symlink()
 
 
 def test_an_infinite_clip_is_read_back(plan, tmp_path):

@@ -17,6 +17,7 @@ TINY = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 32, "tie_word_embeddings": True, "dtype": "bfloat16",
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": -8, "n_layer": 2, "n_head": 2, "vocab_size": 32}
 MIXTURE = {
     **TINY, "model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 4, "qk_nope_head_dim": 2,
     "qk_rope_head_dim": 2, "v_head_dim": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
@@ -201,7 +202,15 @@ def test_a_mixture_without_a_template_has_its_experts(tmp_path, monkeypatch):
         ({**TINY, "text_config": "llama"}, "text_config must be an object"),
         ({"model_type": "x", "text_config": {"text_config": TINY}}, "text_config must be an object"),
         ({**MIXTURE, "num_experts_per_tok": 5}, "5 experts a token, but there are 4"),
-        ({**MIXTURE, "n_routed_experts": 0}, "num_experts must be a positive whole number, not 0"),
+        ({**MIXTURE, "n_routed_experts": 0}, "n_routed_experts must be a positive whole number, not 0"),
+        ({**MIXTURE, "model_type": "mixtral", "num_local_experts": -8}, "num_local_experts must be a positive whole"),
+        (GPT2, "n_embd must be a positive whole number, not -8"),
+        ({**GPT2, "n_embd": 9}, "n_embd 9 cannot be divided among 2 attention heads"),
+        ({**TINY, "hidden_act": "silly"}, "hidden_act 'silly' is no activation that transformers knows"),
+        ({**TINY, "hidden_act": ["silu"]}, "hidden_act ['silu'] is no activation"),
+        ({**GPT2, "n_embd": 8, "activation_function": "gelly"}, "activation_function 'gelly' is no activation"),
+        ({**TINY, "dtype": "float7"}, "dtype 'float7' is no type that torch knows"),
+        ({**TINY, "dtype": None, "torch_dtype": 16}, "torch_dtype 16 is no type that torch knows"),
         ({**MIXTURE, "first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number from 0 on, not -1"),
         ({**MIXTURE, "kv_lora_rank": "4"}, "kv_lora_rank must be a whole number from 0 on, not '4'"),
         ({**TINY, "model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers must be a list of whole numbers"),
@@ -318,6 +327,35 @@ def test_a_broken_config_is_told_with_its_place(tmp_path, text, says, where):
     assert caught.value.where.endswith(where)
 
 
+def test_a_wrong_value_is_told_with_its_file_and_the_nearest_one(tmp_path):
+    for key, value, says, hint in (
+        ("num_hidden_layers", -2, "num_hidden_layers must be a positive whole number, not -2", "mend the config.json"),
+        ("hidden_act", "silly", "hidden_act 'silly' is no activation that transformers knows", "did you mean 'silu'?"),
+        ("torch_dtype", "bfloat61", "torch_dtype 'bfloat61' is no type that torch knows", "did you mean 'bfloat16'?"),
+    ):
+        folder = folder_with(tmp_path / key, {**TINY, "dtype": None, key: value})
+        for named in (folder, folder / "config.json"):
+            with pytest.raises(ModelError) as caught:
+                resolve_model(str(named))
+            told = caught.value
+            assert (told.message, told.where, told.hint) == (says, str(folder / "config.json"), hint)
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [("float", "float32"), ("torch.half", "float16"), ("auto", "float32"), ({"": "bfloat16"}, "float32")],
+)
+def test_other_names_of_types(said, dtype):
+    assert ModelSpec.from_config({**TINY, "dtype": said}, "m").dtype == dtype
+
+
+def test_a_byte_order_mark_is_no_trouble(tmp_path):
+    folder_with(tmp_path, TINY)
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert resolve_model(str(tmp_path)).hidden_size == 8
+
+
 def test_a_huge_config_is_refused_unread(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     with file.open("wb") as handle:
@@ -376,7 +414,8 @@ def test_unknown_models_get_a_suggestion(tmp_path, monkeypatch):
     for text, hint in (
         ("Lama-3.1-8B", "did you mean 'Llama-3.1-8B'?"),
         ("meta-llama/Lama-3.1-8B", "did you mean 'meta-llama/Llama-3.1-8B'?"),
-        ("unsloth/Qwen3-8B", "did you mean 'Qwen/Qwen3-8B'?"),
+        ("somebody/Qwen3-8B", "did you mean 'Qwen/Qwen3-8B'?"),
+        ("somebody/Llama-3.2-1B", "did you mean 'meta-llama/Llama-3.2-1B'?"),
         ("./nowhere", "give a folder that has config.json"),
         ("", "give a folder that has config.json"),
         (str(tmp_path / "x.json"), "give a folder that has config.json"),
@@ -386,9 +425,25 @@ def test_unknown_models_get_a_suggestion(tmp_path, monkeypatch):
         assert hint == caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("hub_id", "first"),
+    [
+        ("NousResearch/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("NousResearch/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("unsloth/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("unsloth/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+    ],
+)
+def test_a_mirror_of_a_catalogued_model_is_that_model_with_a_note(tmp_path, monkeypatch, hub_id, first):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    spec, original = resolve_model(hub_id), resolve_model(first)
+    assert (spec.name, shapes(spec)) == (hub_id, shapes(original))
+    assert spec.notes == (*original.notes, f"read as the model it is a copy of: {first}")
+
+
 def test_hub_without_network_is_an_error_with_a_hint(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("finefit.catalog.resolve._is_reachable", lambda endpoint: False)
     with pytest.raises(ModelError, match="there is no network"):
-        resolve_model("unsloth/Qwen3-8B")
+        resolve_model("somebody/Qwen3-8B")

@@ -2,21 +2,25 @@
 families' tensors in `structures`.
 
 Returns plain facts; `spec` and `hardware` make specs of them. Spelling is forgiving (case, spaces, hyphens), meaning is
-not: another organisation's copy of a model is not assumed to be the same.
+not: another organisation's copy of a model is not assumed to be the same, but for those of `MIRRORS`.
 """
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .data import plain_name, read_data
 from .devices import CatalogGpu, CatalogHost, find_gpu, find_host, gpu_names, gpus, hosts, whole_gpus
 
 __all__ = [
-    "CatalogGpu", "CatalogHost", "CatalogModel", "find_gpu", "find_host", "find_model", "gpu_names", "gpus", "hosts",
+    "CatalogGpu", "CatalogHost", "CatalogModel", "find_gpu", "find_host", "find_mirrored", "find_model", "gpu_names", "gpus", "hosts",
     "main_models", "model_names", "models", "plain_name", "whole_gpus",
 ]  # fmt: skip
+
+#: Organisations that put up others' models again under the last part of their names, for those who may not have them
+#: from the first: their own models have names of their own.
+MIRRORS = ("unsloth", "NousResearch", "LLM-Research", "AI-ModelScope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,22 @@ class CatalogModel:
     parameters_b: float
     parameters: int | None
     """Exact count of the text model, where published."""
+    note: str = ""
+    """What a plan should say of where this is from."""
 
 
 def find_model(text: str) -> CatalogModel | None:
     """The catalogued model of a name, an alias or a hub id, or None."""
     return _model_index().get(plain_name(text))
+
+
+def find_mirrored(hub_id: str) -> CatalogModel | None:
+    """The catalogued model that ``hub_id`` of one of `MIRRORS` is a copy of, under its own name and with a note."""
+    organisation, slash, name = hub_id.partition("/")
+    first = find_model(name) if slash and organisation.lower() in map(str.lower, MIRRORS) else None
+    if first is None:
+        return None
+    return replace(first, name=hub_id, note=f"read as the model it is a copy of: {first.name}")
 
 
 @functools.cache

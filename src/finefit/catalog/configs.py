@@ -6,10 +6,12 @@ is read as llama-shaped, with a note. Numbers that cannot be are refused here, e
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, did_you_mean
 from . import derived, structures
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -38,6 +40,19 @@ _BUILT_EXPERTS = {
     "num_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
     "moe_intermediate_size": "moe_intermediate_size",
 }  # fmt: skip
+# What transformers 5.24 knows an activation by, and the keys that families name theirs under.
+_ACTIVATIONS = (
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu", "relu2",
+    "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
+)  # fmt: skip
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+# torch's names of what a checkpoint may be stored in, and its other names for three of them
+_DTYPES = (
+    "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "uint8", "int8", "int16", "int32", "int64",
+)  # fmt: skip
+_DTYPE_ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
 _OWN = "its attention is its own and takes whole rows: examples are padded, not packed"
 _MEND = "mend the config.json"
 _INSTALL = "pip install 'finefit[train]'"
@@ -57,6 +72,7 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         built, entry = _built(text, family, name), {}
         text = {**text, **built["config"]}
     values = _values(text, entry, name, is_nested=config.get("text_config") is not None)
+    _check_activation(values, name)
     sizes = _sizes(values, entry, name)
     heads = _heads(values, entry, sizes, name)
     fields = {
@@ -68,7 +84,7 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "attention_bias": _attention_bias(values, entry, family, name),
         "mlp_bias": _flag(values, "mlp_bias", name),
         "max_position_embeddings": _count(values, "max_position_embeddings", name, 4096),
-        "dtype": _dtype(text, config),
+        "dtype": _dtype(text, config, name),
         "sliding_window": _sliding_window(values, family, name),
         "attention_softcap": _softcap(values, "attn_logit_softcapping", name),
         "logit_softcap": _softcap(values, "final_logit_softcapping", name),
@@ -77,6 +93,29 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "notes": _notes(config, text, (built.get("source", ""), _OWN if family in structures.OWN_ATTENTION else "")),
     }
     return {**fields, "rows": built["rows"]} if built.get("rows") else fields
+
+
+@contextmanager
+def told_at(path: Path, name: str) -> Iterator[None]:
+    """An error of a config says the file it is in, where it does not yet, rather than the model's name alone."""
+    try:
+        yield
+    except ModelError as error:
+        if error.where:
+            raise
+        raise ModelError(error.message.removeprefix(f"{name}: "), where=str(path), hint=error.hint) from error
+
+
+class _Values(dict[str, Any]):
+    """A config under ModelSpec's names; ``said`` is how the file itself calls those it spells otherwise."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.said: dict[str, str] = {}
+
+
+def _said(values: Mapping[str, Any], key: str) -> str:
+    return values.said.get(key, key) if isinstance(values, _Values) else key
 
 
 def _text_part(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -131,13 +170,15 @@ def _built(text: Mapping[str, Any], family: str, name: str) -> dict[str, Any]:
     return {"source": source, "config": {}, "rows": (), "experts": {}}
 
 
-def _values(text: Mapping[str, Any], entry: Mapping[str, Any], name: str, *, is_nested: bool) -> dict[str, Any]:
+def _values(text: Mapping[str, Any], entry: Mapping[str, Any], name: str, *, is_nested: bool) -> _Values:
     """Keys under ModelSpec's names, with the class's defaults; a nested config leaves out sizes that are the default."""
     defaults = {**(entry.get("sizes", {}) if is_nested else {}), **entry.get("defaults", {})}
-    values = {**defaults, **{key: value for key, value in text.items() if value is not None}}
+    values = _Values({**defaults, **{key: value for key, value in text.items() if value is not None}})
     for field, spellings in entry.get("keys", {}).items():
-        said = [text[key] for key in spellings if text.get(key) is not None] or [defaults.get(field)]
-        values[field] = said[0]
+        there = [key for key in spellings if text.get(key) is not None]
+        values[field] = text[there[0]] if there else defaults.get(field)
+        if there:
+            values.said[field] = there[0]
         if values[field] is None:
             del values[field]
     for key, value in text.items():
@@ -173,11 +214,11 @@ def _heads(values: Mapping[str, Any], entry: Mapping[str, Any], sizes: Mapping[s
         message = f"{name}: {heads} attention heads cannot share {groups} key/value heads"
         raise ModelError(message, hint=f"{_MEND}: num_attention_heads is a multiple of num_key_value_heads")
     if hidden % heads and (rule == "hidden" or "head_dim" not in values):
-        message = f"{name}: hidden_size {hidden} cannot be divided among {heads} attention heads"
+        message = f"{name}: {_said(values, 'hidden_size')} {hidden} cannot be divided among {heads} attention heads"
         raise ModelError(message, hint=_MEND)
     width = _count(values, "head_dim", name, hidden // heads or 1)
     if rule == "hidden" and width * heads != hidden:
-        message = f"{name}: {heads} heads of head_dim {width} contradict hidden_size {hidden}"
+        message = f"{name}: {heads} heads of head_dim {width} contradict {_said(values, 'hidden_size')} {hidden}"
         raise ModelError(message, hint=f"{_MEND}: in this family the heads together are as wide as the hidden size")
     return {"num_key_value_heads": groups, "head_dim": width}
 
@@ -226,9 +267,9 @@ def _count(values: Mapping[str, Any], key: str, name: str, default: int | None =
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         kind = "a positive whole number" if least == 1 else f"a whole number from {least} on"
-        raise ModelError(f"{name}: {key} must be {kind}, not {_shown(value)}", hint=_MEND)
+        raise ModelError(f"{name}: {_said(values, key)} must be {kind}, not {_shown(value)}", hint=_MEND)
     if value > _LARGEST.get(key, _LARGEST_SIZE):
-        raise ModelError(f"{name}: {key} is {_shown(value)}, more than any model has", hint=_MEND)
+        raise ModelError(f"{name}: {_said(values, key)} is {_shown(value)}, more than any model has", hint=_MEND)
     return value
 
 
@@ -252,11 +293,26 @@ def _attention_bias(values: Mapping[str, Any], entry: Mapping[str, Any], family:
     return family in _ALWAYS_BIASED or any(_flag(values, key, name) for key in own)
 
 
-def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _check_activation(values: Mapping[str, Any], name: str) -> None:
+    for key in _ACTIVATION_KEYS:
+        said = values.get(key)
+        if said is not None and (not isinstance(said, str) or said not in _ACTIVATIONS):
+            hint = did_you_mean(str(said), _ACTIVATIONS) or f"known: {', '.join(_ACTIVATIONS)}"
+            raise ModelError(f"{name}: {key} {_shown(said)} is no activation that transformers knows", hint=hint)
+
+
+def _dtype(text: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str:
+    """torch's name of the checkpoint's type; "auto" and types by part of the model name none."""
     for source in (text, config):
-        value = source.get("dtype") or source.get("torch_dtype")
-        if isinstance(value, str):
-            return value.removeprefix("torch.")
+        for key in ("dtype", "torch_dtype"):
+            said = source.get(key)
+            if said in (None, "", "auto") or isinstance(said, Mapping):
+                continue
+            word = str(said).removeprefix("torch.")
+            if word in _DTYPES or word in _DTYPE_ALIASES:
+                return _DTYPE_ALIASES.get(word, word)
+            hint = did_you_mean(word, _DTYPES) or f"one of {', '.join(_DTYPES)}"
+            raise ModelError(f"{name}: {key} {_shown(said)} is no type that torch knows", hint=hint)
     return "float32"
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, did_you_mean
+from ..files import cache_folders, writable_cache
 from . import structures
 
+_PART = "structures"  # of the user's cache
 _LIMIT_S = 300  # building the largest known model on meta takes seconds
 _HINT = "update transformers, or pick a model whose model_type it knows"
 
@@ -31,11 +33,23 @@ def built(text: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """
     if not _can_build():
         return None
-    path = _cache(text)
-    if not path.is_file():
-        _build(text, path, name)
-    found: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
-    return found
+    file = _file_of(text)
+    for folder in cache_folders(_PART):
+        if (found := _read(folder / file)) is not None:
+            return found
+    path = writable_cache(_PART) / file
+    _build(text, path, name)
+    made: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
+    return made
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    """What was built before, or None: a file that is damaged or not to be read is built again."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _can_build() -> bool:
@@ -69,10 +83,9 @@ def _told(family: str, name: str, last: str, everything: str) -> ModelError:
     return ModelError(f"{name}: transformers cannot build this '{family}' config: {last}", hint="mend the config.json")
 
 
-def _cache(text: Mapping[str, Any]) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _file_of(text: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode() + _version().encode()).hexdigest()
-    return base / "finefit" / "structures" / f"{digest[:16]}.json"
+    return f"{digest[:16]}.json"
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if (n_bytes := path.stat().st_size) > _LARGEST_JSON:
             hint = "a config.json has kilobytes: is this another file?"
             raise ModelError(f"too large to read: {format_bytes(n_bytes)}", where=str(path), hint=hint)
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except FileNotFoundError as error:
         hint = f"'{path.parent}' has no config.json" if path.parent.is_dir() else f"there is no folder '{path.parent}'"
         raise ModelError("the file is not there", where=str(path), hint=f"{hint}; give a model folder") from error

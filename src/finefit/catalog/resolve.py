@@ -8,7 +8,7 @@ import urllib.parse
 from pathlib import Path
 
 from ..errors import ModelError, did_you_mean
-from . import CatalogModel, find_model, model_names
+from . import CatalogModel, find_mirrored, find_model, model_names
 
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -24,7 +24,7 @@ def locate_model(text: str) -> Path | CatalogModel:
     if found:
         return found
     if _is_hub_id(text):
-        return cached_snapshot(text) or _from_hub(text)
+        return cached_snapshot(text) or find_mirrored(text) or _from_hub(text)
     raise ModelError(f"no model is called '{text}'", hint=_suggestion(text))
 
 
@@ -91,6 +91,8 @@ def _is_reachable(endpoint: str) -> bool:
 
 
 def _suggestion(text: str) -> str:
+    if _is_hub_id(text) and (same := find_model(text.rpartition("/")[2])):
+        return f"did you mean '{same.name}'?"  # the same name by whoever made it, before names that only look alike
     near = did_you_mean(text, model_names()) or did_you_mean(text.rpartition("/")[2], model_names())
     return near or "give a model folder, a config.json, a hub id (org/name) or a catalogued name (SmolLM2-135M)"
 

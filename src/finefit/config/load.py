@@ -4,6 +4,7 @@ Precedence: defaults < file < positional arguments < ``section.key=value`` overr
 nodes, so every complaint has ``file:line:column``. It declines includes, interpolation and several documents in a file.
 """
 
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ def load(path: Path | None, overrides: Sequence[str] = (), positional: Mapping[s
     if path is not None:
         given.update(_from_file(Path(path), problems))
     for key, value in (positional or {}).items():
-        if value is not None:
+        if value in _KEYS and not os.path.exists(value):  # where a model or data is named
+            problems.append(Problem(_COMMAND_LINE, f"'{value}' has no value", f"say {value}=VALUE"))
+        elif value is not None:
             _take(key, _Given(value, _COMMAND_LINE), given, problems)
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -153,9 +156,8 @@ def _wrong_values(errors: Iterable[ErrorDetails], given: Mapping[str, _Given], f
             yield Problem(one.where, f"'{key}': {plain[0]}")
         else:
             wanted = " or ".join(dict.fromkeys(map(_wanted, found)))
-            yield Problem(
-                one.where, f"'{key}' must be {wanted}, not {reprlib.repr(one.value)}", _near(found, one.value)
-            )
+            found_instead = "but it is empty" if one.value is None else f"not {reprlib.repr(one.value)}"
+            yield Problem(one.where, f"'{key}' must be {wanted}, {found_instead}", _near(found, one.value))
 
 
 def _wanted(error: ErrorDetails) -> str:
@@ -178,13 +180,15 @@ def _wanted(error: ErrorDetails) -> str:
             return "true or false"
         case "string_type":
             return "text"
+        case "string_unicode":
+            return "text in the terminal's own encoding (LANG=C.UTF-8 reads any)"
         case "string_too_short":
             return "a name"
         case "tuple_type":
             return "a list of names"
         case "string_pattern_mismatch":
             return "auto, cpu, cuda or cuda:<number>"
-    return error["msg"]
+    return error["msg"].removeprefix("Input should be ")
 
 
 def _near(errors: Sequence[ErrorDetails], value: Any) -> str:

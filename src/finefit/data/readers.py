@@ -84,6 +84,12 @@ def open_source(name: str | Path, columns: Mapping[str, str] | None = None) -> S
     )
 
 
+def check_named(name: str) -> None:
+    """DataError where ``name`` is neither a built-in set nor a file of a kind that is read; nothing is read of it."""
+    if name not in BUILT_IN:
+        _check_file(Path(name).expanduser())
+
+
 def _built_in(name: str) -> Source:
     def examples() -> Iterator[Example]:
         for pair in BUILT_IN[name]():

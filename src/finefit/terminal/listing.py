@@ -5,7 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from ..units import format_bytes
 
@@ -25,7 +28,24 @@ def show(kind: str, rows: Sequence[Row], *, as_json: bool = False, console: Cons
         table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(text(row) for _, _, text in columns))
-    out.print(table)
+    if is_room(out, table):
+        out.print(table)
+        return
+    for row in rows:
+        cells = [(title, text(row)) for title, _, text in columns]
+        show_stacked(out, cells[0][1], [", ".join(f"{title} {text}" for title, text in cells[1:] if text)])
+
+
+def is_room(console: Console, table: Table) -> bool:
+    """Whether the table can be shown without a cut through its numbers."""
+    return Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width
+
+
+def show_stacked(console: Console, name: str, lines: Sequence[str]) -> None:
+    """A row on a terminal that is too narrow for the table: its name, and under it the rest, broken between words."""
+    console.print(Text(name))
+    for line in lines:
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
 def count_text(n: float) -> str:
