@@ -19,7 +19,7 @@ from itertools import count
 from .allocator import AWAITED, MIB, Event
 from .foreign import ForeignRun
 from .sharding import BYTES
-from .stream import Stream, block_of
+from .stream import Entry, Stream, block_of
 
 _WAYS = {
     ("lit_gpt", "fsdp1"): "units", ("litgpt", "fsdp1"): "units", ("composer", "fsdp1"): "units",
@@ -29,6 +29,7 @@ _BUCKET = 250 * MIB
 _SENT_AT_ONCE = 2
 """``PARAM_BROADCAST_BUCKET_SIZE`` of ``_init_utils.py``, filled by whole tensors until it is reached; ``broadcast_coalesced``
 of ``csrc/distributed/c10d/comm.cpp`` has two buckets under way."""
+_UNPACKED = {"int8": 2, "nf4": 4, "nf4_double": 4}  # 16-bit bytes of a byte; GPTQ's are packed in the file
 _FIRST_KEY = -(10**6)  # below those of workspaces
 _ENGINES = {"fsdp1": "units", "fsdp2": "tensors", "deepspeed": "tensors"}
 
@@ -46,20 +47,29 @@ def way_of(run: ForeignRun) -> str:
 def loaded(whole: Stream, held: Stream, run: ForeignRun) -> dict[str, int]:
     """Bytes by component at the highest point of the load: ``whole`` is one device's stream, ``held`` the rank's."""
     kept = sum(e.n_bytes for e in held.entries if e.owner == "parameter")
-    tensors = _units(whole, run)
-    units = [sum(unit) for unit in tensors] or [0.0]
-    largest = max((n for unit in tensors for n in unit), default=0.0)
-    if run.quantised:  # a packed tensor comes in the type it is computed in: four bits become sixteen
-        largest *= 16 / (8 if run.quantised == "int8" else 4)
+    units = [sum(unit) for unit in _units(whole, run)] or [0.0]
+    largest = max((_beside(e, run) for e in whole.entries if e.owner == "parameter" and not e.whole), default=0.0)
     pair = 2 * max(units)
     beside = {"whole": sum(units) + max(units) - kept, "units": pair, "first": pair, "tensors": largest, "shards": 0.0}
     return {"parameter": kept, "temporary": max(round(beside[way_of(run)]), 0)}
 
 
+def _beside(entry: Entry, run: ForeignRun) -> float:
+    """What one tensor takes beside what is kept, as it comes: packed here, it is there in the type it is computed in."""
+    if entry.itemsize == 1:
+        return entry.n_bytes * _UNPACKED.get(run.quantised, 0)
+    return entry.n_bytes * _width(run) if run.spread.shard_stage else 0.0
+
+
+def _width(run: ForeignRun) -> float:
+    """Bytes as stored for a byte as computed, where engines cut what is stored."""
+    stored = run.trained_dtype if run.method == "full" else run.frozen_dtype
+    return BYTES[stored] / BYTES[run.compute_dtype] if run.spread.shard_stage else 1.0
+
+
 def _units(whole: Stream, run: ForeignRun) -> list[list[float]]:
     """Bytes of the tensors of each unit as they are stored, blocks first, then all outside them."""
-    stored = run.trained_dtype if run.method == "full" else run.frozen_dtype
-    wide = BYTES[stored] / BYTES[run.compute_dtype] if run.spread.shard_stage else 1.0
+    wide = _width(run)
     tensors: dict[float, list[float]] = {}
     for entry in whole.entries:
         if entry.owner == "parameter" and not entry.whole:
