@@ -4,6 +4,7 @@ The run is simulated in a process of its own (``witness``); a model that cannot 
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,22 @@ from .catalog import folders
 from .catalog.resolve import locate_model
 from .config import load
 from .config.dialects import Foreign
-from .errors import DoesNotFit, FinefitError
+from .errors import ConfigError, DoesNotFit, FinefitError
 from .hardware import HardwareSpec
 from .plan import Plan
 from .spec import resolve_model
 from .witness import Simulated, Simulator, workspace_bytes
+
+#: Options of ``plan`` that say something of finefit's own runs -> what to do where the run is another tool's.
+_UNHEARD = {
+    "--budget": "for a device of less memory say --gpu 20GiB",
+    "--method": "change the method in the file",
+    "--max-length": "change the length in the file",
+    "-o": "only finefit's own plans are obeyed; --json prints what is found here",
+    "--explain": "leave it out; finefit plan MODEL --explain tells of finefit's own plans",
+    "--verify": "leave it out: another tool's run is always simulated",
+}
+_MOST_DEVICES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,21 @@ class Foretold:
             "notes": [*self.foreign.run.notes, *self.simulated.notes],
             "finefit": self.ours.to_json() if self.ours else None, "finefit_not": self.ours_not,
         }  # fmt: skip
+
+
+def asked(words: Sequence[str], devices: int | None, options: Sequence[str]) -> Path:
+    """The file, after refusing what a run that is described by it alone does not hear."""
+    name = next(word for word in words if "=" not in word or Path(word).exists())
+    if others := [word for word in words if word is not name]:
+        hint = "change the file; --gpu and --devices are heard"
+        raise ConfigError(f"'{others[0]}' beside another tool's run file", hint=hint)
+    if options:
+        hint = "; ".join(dict.fromkeys(_UNHEARD[option] for option in options))
+        raise ConfigError(f"{', '.join(options)}: not for another tool's run file '{name}', which says what is run",
+                          hint=hint)  # fmt: skip
+    if devices is not None and not 1 <= devices <= _MOST_DEVICES:
+        raise ConfigError(f"--devices {devices}: a run has 1 to {_MOST_DEVICES:,} devices")
+    return Path(name)
 
 
 def foretell(foreign: Foreign, hardware: HardwareSpec) -> Foretold:

@@ -1,6 +1,8 @@
 """Another tool's run, foretold: what is said of it, and what the command line makes of it."""
 
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ from typer.testing import CliRunner
 
 from finefit.cli import app
 from finefit.config.dialects import read
+from finefit.errors import ConfigError
 from finefit.foretell import config_json, foretell
 from finefit.hardware import HardwareSpec
+from finefit.terminal.foretold import waiting
 from finefit.witness import nccl_bytes, workspace_bytes
 
 RUN_FILE = """\
@@ -73,3 +77,56 @@ def test_plan_takes_another_tools_file_as_it_is(run_file: Path) -> None:
 def test_an_override_after_another_tools_file_is_refused(run_file: Path) -> None:
     done = CliRunner().invoke(app, ["plan", str(run_file), "lora.rank=4", "--gpu", "RTX 4090"])
     assert "change the file" in str(done.exception.hint if done.exception else "")
+
+
+def refused(*words: str) -> tuple[str, str]:
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert isinstance(done.exception, ConfigError)
+    return done.exception.message, done.exception.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (("--budget", "8GiB"), "for a device of less memory say --gpu 20GiB"),
+        (("--method", "full"), "change the method in the file"),
+        (("--max-length", "0"), "change the length in the file"),
+        (("-o", "plan.json"), "only finefit's own plans are obeyed; --json prints what is found here"),
+        (("--explain",), "leave it out; finefit plan MODEL --explain tells of finefit's own plans"),
+        (("--verify",), "leave it out: another tool's run is always simulated"),
+    ],
+)
+def test_options_of_finefits_own_runs_are_refused(run_file: Path, options: tuple[str, ...], hint: str) -> None:
+    message = f"{options[0]}: not for another tool's run file '{run_file}', which says what is run"
+    assert (message, hint) == refused(str(run_file), "--gpu", "RTX 4090", *options)
+
+
+def test_devices_are_of_another_tools_run_and_at_least_one(run_file: Path) -> None:
+    assert ("--devices 0: a run has 1 to 100,000 devices", "") == refused(str(run_file), "--devices", "0")
+    assert (
+        "--devices is for another tool's run file, and this is finefit's own run",
+        "devices of this run are told by --gpu: --gpu '4 x H100'",
+    ) == refused("SmolLM2-135M", "--devices", "4")
+
+
+def test_a_setting_before_the_file_is_refused_too(run_file: Path) -> None:
+    assert (
+        "'lora.rank=4' beside another tool's run file",
+        "change the file; --gpu and --devices are heard",
+    ) == refused("lora.rank=4", str(run_file))
+
+
+def test_a_wait_is_told_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda told=is_terminal: told)
+        with waiting(after_s=0.0):
+            time.sleep(0.2)
+        said.append(capsys.readouterr().err)
+    assert ["simulating a step of the run …\n", ""] == said
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with waiting():
+        pass
+    assert "" == capsys.readouterr().err
