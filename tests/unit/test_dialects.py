@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from finefit.config import Config
-from finefit.config.dialects import Foreign, read, recognise
+from finefit.config.dialects import Foreign, is_foreign, read, recognise
 from finefit.errors import ConfigError
 from finefit.foreign import ForeignRun, Lengths, Spread
 
@@ -240,15 +240,49 @@ def test_llamafactory_v1_refuses(tmp_path: Path) -> None:
     [
         ("base_model:\n", "run.yaml:1:12: 'base_model' names no model"),
         ("base_model: m\nseed: 2001-99-99\n", "run.yaml:2:7: '2001-99-99' is not a valid timestamp"),
-        ("base_model: &m {again: *m}\n", "run.yaml: this is nested too deeply"),
+        ("base_model: &m {again: *m}\n", "run.yaml:1:17: 'base_model.again' contains itself"),
+        ("base_model: m\ndatasets: &d\n  - path: *d\n", "run.yaml:3:5: 'datasets.path' contains itself"),
+        (
+            "base_model: m\nseed: !!python/name:os.system\n",
+            "run.yaml:2:7: the tag '!!python/name:os.system' makes no plain value",
+        ),
+        ("base_model: m\nseed: !mine {a: 1}\n", "run.yaml:2:7: the tag '!mine' makes no plain value"),
+        ("base_model: m\n? [a, b]\n: 1\n", "run.yaml:2:3: a list cannot be a key"),
+        ("!!set {base_model, stage}\n", "run.yaml:1:1: key: value lines are needed here"),
         (
             "base_model: m\nk0: &k0 [1]\n" + "".join(f"k{i}: &k{i} [{f'*k{i - 1},' * 9}]\n" for i in range(1, 9)),
-            "run.yaml: this is too large for a run file",
+            "run.yaml:7:1: this is too large for a run file",
         ),
     ],
 )
 def test_files_that_cannot_be_taken_in(tmp_path: Path, text: str, message: str) -> None:
     assert complaint(tmp_path, text).partition("\n")[0] == message
+
+
+@pytest.mark.parametrize(
+    "line", ["seed: !!python/name:os.system", "datasets: &d [*d]", "? [a, b]\n: 1", "seed: 2001-99-99", "<<: 3"]
+)
+def test_a_file_stays_another_tools_where_a_value_cannot_be_made(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"base_model: m\n{line}\n")
+    assert is_foreign(path)
+    path.write_text(f"model: m\n{line}\n")
+    assert not is_foreign(path)
+
+
+def test_a_key_that_stands_twice_is_told_as_the_tools_parser_has_it(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndo_train: true\ncutoff_len: 64\ncutoff_len: 128\n"
+    assert complaint(tmp_path, text) == "run.yaml:5:1: key 'cutoff_len' stands here twice\nhint: first at run.yaml:4:1"
+    nested = TORCHTUNE.replace("  lora_rank: 8\n", "  lora_rank: 8\n  lora_rank: 16\n")
+    assert complaint(tmp_path, nested) == (
+        "run.yaml:8:3: key 'model.lora_rank' stands here twice\nhint: first at run.yaml:7:3"
+    )
+    found = foreign(tmp_path, "base_model: m\nsequence_len: 64\nsequence_len: 128\n")
+    path = tmp_path / "run.yaml"
+    assert 128 == found.run.max_length
+    assert f"'sequence_len' stands twice, at {path}:2:1 and {path}:3:1: the last one counts there" in found.run.notes
+    merged = "base: &b {path: d, type: alpaca}\nbase_model: m\ndatasets: [{<<: *b, path: e}, {<<: *b, path: f}]\n"
+    assert not [note for note in foreign(tmp_path, merged).run.notes if "twice" in note]
 
 
 AXOLOTL_QLORA = """\

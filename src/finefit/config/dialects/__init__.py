@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from . import axolotl, llamafactory, llamafactory_v1, torchtune, trl
 from .sheet import NAMES, Foreign, Sheet, open_sheet, resolved
+from .tree import outline
 
 __all__ = ["NAMES", "Foreign", "is_foreign", "read", "recognise"]
 
@@ -21,6 +22,9 @@ _NOT_READ = {
     "swift": "ms-swift's run files are not read",
     "unsloth": "Unsloth's run files are not read",
 }
+
+#: Both load their files with OmegaConf, whose loader refuses a key that stands twice; the others with PyYAML's own.
+_OMEGACONF = ("llamafactory", "torchtune")
 
 
 def recognise(data: Mapping[str, Any]) -> str | None:
@@ -42,6 +46,7 @@ def read(path: Path, devices: int | None = None) -> Foreign:
     if tool in _NOT_READ:
         raise ConfigError(_NOT_READ[tool], where=f"{path}:1:1")
     sheet.tool = tool
+    sheet.tell_twice(refused=tool in _OMEGACONF)
     if tool == "torchtune":
         resolved(sheet)
     if tool == "llamafactory":
@@ -51,7 +56,17 @@ def read(path: Path, devices: int | None = None) -> Foreign:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether this YAML file is another tool's; False for what cannot be read, which our own reader says better."""
+    """Whether this YAML file is another tool's, by its keys alone where its values cannot be taken in; False for what
+    is no YAML, which our own reader says as well."""
+    try:
+        keys = outline(path)
+    except ConfigError:
+        return False
+    return recognise(keys) is not None or _is_read(path)
+
+
+def _is_read(path: Path) -> bool:
+    """Whether keys below the first sections, or that ``<<`` brings, are a tool's."""
     try:
         return recognise(open_sheet(path).values) is not None
     except ConfigError:

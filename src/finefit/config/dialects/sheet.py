@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from ...errors import ConfigError
 from ...foreign import ForeignRun
-from ..nodes import Problem, as_one_error, at, construct, mapping_of
+from ..nodes import Problem, as_one_error
+from .tree import Twice, take_in
 
 NAMES = {
     "llamafactory": "LLaMA-Factory", "axolotl": "Axolotl", "trl": "TRL", "torchtune": "torchtune", "swift": "ms-swift",
@@ -25,8 +24,6 @@ NAMES = {
 }  # fmt: skip
 #: An unknown key this close to a known one is a slip of the pen, not a key of another version.
 _SLIP = 0.88
-#: Aliases can make a small file a very large tree.
-_MOST_NODES = 20_000
 #: Example files stand this deep in the tools' own repositories, whose top is where they are started.
 _LEVELS = 5
 _DATA_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
@@ -58,6 +55,7 @@ class Sheet:
     wish: dict[str, object] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
+    twice: list[Twice] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value as it is; reading it marks it as read."""
@@ -155,6 +153,14 @@ class Sheet:
         if self.problems:
             raise as_one_error(self.problems)
 
+    def tell_twice(self, refused: bool) -> None:
+        """Keys that stand twice, as the tool's own parser has it: an error there, or the last one counts."""
+        for one in self.twice:
+            if refused:
+                self.problems.append(Problem(one.second, f"key '{one.key}' stands here twice", f"first at {one.first}"))
+            else:
+                self.note(f"'{one.key}' stands twice, at {one.first} and {one.second}: the last one counts there")
+
     def where(self, key: str, value: bool = False) -> str:
         while key and key not in self.places:
             key = key.rpartition(".")[0]
@@ -224,10 +230,8 @@ class Sheet:
 
 def open_sheet(path: Path) -> Sheet:
     """Read a YAML file; the tool is not known yet."""
-    with mapping_of(path) as (loader, root):
-        places = _places(path, loader, root)
-        values = construct(path, loader, root)
-    return Sheet("", path, {str(key): value for key, value in values.items()}, places)
+    values, tree = take_in(path)
+    return Sheet("", path, values, tree.places, twice=tree.twice)
 
 
 def resolved(sheet: Sheet) -> None:
@@ -260,32 +264,6 @@ def _looked_up(sheet: Sheet, key: str, name: str) -> Any:
             sheet.wrong(key, f"refers to '{name}', which is not in this file")
         found = found[part]
     return found
-
-
-def _places(path: Path, loader: yaml.SafeLoader, root: yaml.MappingNode) -> dict[str, tuple[str, str]]:
-    """Where each key of the file and its value stand. Values are made one by one, so that a wrong one has its place."""
-    places: dict[str, tuple[str, str]] = {}
-    visited = 0
-
-    def visit(prefix: str, node: yaml.Node) -> None:
-        nonlocal visited
-        visited += 1
-        if visited > _MOST_NODES:
-            raise ConfigError("this is too large for a run file", where=str(path))
-        if isinstance(node, yaml.MappingNode):
-            loader.flatten_mapping(node)
-            for key_node, value_node in node.value:
-                key = f"{prefix}{construct(path, loader, key_node)}"
-                places[key] = (at(path, key_node), at(path, value_node))
-                visit(f"{key}.", value_node)
-        elif isinstance(node, yaml.SequenceNode):
-            for one in node.value:
-                visit(f"{prefix}-.", one)
-        else:
-            construct(path, loader, node)
-
-    visit("", root)
-    return places
 
 
 def _is_unread(key: str, value: Any, seen: list[str]) -> bool:
