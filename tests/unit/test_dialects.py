@@ -606,3 +606,64 @@ def test_galore_of_adapters_is_refused(tmp_path: Path) -> None:
     assert complaint(tmp_path, text) == (
         "run.yaml:4:1: 'optim': a low-rank space of adapters' gradients is not expressed\nhint: train whole weights with it"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LF_LORA + "fp16: true\n", "16:1: 'fp16': bf16 and fp16 are both on; transformers refuses this too"),
+        (
+            LF_LORA.replace("batch_size: 2", f"batch_size: {10**15}"),
+            "10:30: 'per_device_train_batch_size' must be at most 1,048,576, not 1000000000000000",
+        ),
+        (
+            LF_LORA.replace("1001", f"{10**12}"),
+            "9:13: 'cutoff_len' must be at most 16,777,216, not 1000000000000",
+        ),
+        (
+            LF_LORA.replace("1001", "4000000").replace("batch_size: 2", "batch_size: 1000"),
+            "9:13: 'cutoff_len': 1,000 rows of 4,000,000 tokens are more than a step can have",
+        ),
+        (LF_LORA.replace("lora_rank: 4", f"lora_rank: {10**400}"), None),
+        (LF_LORA + "lora_dropout: 2\n", "16:15: 'lora_dropout' must be from 0 to 1, not 2"),
+        (LF_LORA.replace("one,two", "5"), "7:10: 'dataset' must be a list of names, not 5"),
+        ("base_model: m\ndatasets: 5\n", "2:11: 'datasets' must be a list of sections, not 5"),
+        (
+            "base_model: m\nadapter: qlora\nlora_r: 8\nload_in_4bit: true\nload_in_8bit: true\n",
+            "5:1: 'load_in_8bit': qlora packs in 4 bits; Axolotl refuses this too",
+        ),
+        (
+            "model_name_or_path: m\ndatasets: 5\n",
+            "2:11: 'datasets' must be a list of sections, not 5",
+        ),
+        (
+            "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nload_in_4bit: true\nload_in_8bit: true\n",
+            "5:1: 'load_in_8bit': weights in 4 and in 8 bits at once; TRL refuses this too",
+        ),
+        (
+            TORCHTUNE.replace("  _component_: torchtune.models.llama3_1.lora_llama3_1_8b\n", ""),
+            "3:1: 'model': names no _component_; torchtune refuses this too",
+        ),
+        (
+            TORCHTUNE.replace("  _component_: torch.optim.AdamW\n", ""),
+            "14:1: 'optimizer': names no _component_; torchtune refuses this too",
+        ),
+        (
+            TORCHTUNE.replace("[q_proj, v_proj, output_proj]", "[q_proj, w_proj]"),
+            "5:3: 'model.lora_attn_modules': q_proj, w_proj: one or more of q_proj, k_proj, v_proj, output_proj are needed",
+        ),
+        (
+            TORCHTUNE.replace("[q_proj, v_proj, output_proj]", "[]"),
+            "5:3: 'model.lora_attn_modules': nothing: one or more of q_proj, k_proj, v_proj, output_proj are needed",
+        ),
+    ],
+)
+def test_what_the_tools_refuse_is_refused(tmp_path: Path, text: str, message: str | None) -> None:
+    said = complaint(tmp_path, text).partition("\n")[0]
+    assert f"run.yaml:{message}" == said if message else said.startswith("run.yaml:5:12: 'lora_rank' must be")
+
+
+def test_axolotl_takes_bf16_where_both_are_on(tmp_path: Path) -> None:
+    run = foreign(tmp_path, "base_model: m\nbf16: true\nfp16: true\n").run
+    assert ("bfloat16", True) == (run.compute_dtype, run.autocast)
+    assert "bf16 and fp16 are both on: Axolotl takes bf16" in run.notes

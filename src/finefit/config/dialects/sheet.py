@@ -26,6 +26,11 @@ NAMES = {
 _SLIP = 0.88
 #: Example files stand this deep in the tools' own repositories, whose top is where they are started.
 _LEVELS = 5
+#: Beyond these a size is a slip of the hand. Up to them no tensor of a step has more elements than torch can count.
+_MOST = {"micro_batch_size": 2**20, "accumulation": 10**6, "max_length": 2**24, "rank": 2**16}
+_MOST_TOKENS = 2**28  # of one micro-batch
+_MOST_WHOLE = 10**9
+LAST_SEED = 2**32 - 1  # numpy's
 _DATA_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 
 
@@ -39,6 +44,9 @@ class Foreign:
     """Keys of our run file (``lora.rank``) with their values, the tool's defaults among them."""
     ignored: tuple[str, ...]
     """Keys without effect on memory, and keys whose meaning our run file has no counterpart for."""
+    told: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Field of ``run`` -> the key that tells it and the place of its value, where a model's config decides whether it is
+    right."""
 
 
 @dataclass
@@ -56,6 +64,7 @@ class Sheet:
     seen: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
     twice: list[Twice] = field(default_factory=list)
+    told: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value as it is; reading it marks it as read."""
@@ -73,13 +82,34 @@ class Sheet:
             self.seen.discard(key)
         return found
 
-    def whole(self, key: str, default: int, least: int = 1) -> int:
+    def whole(self, key: str, default: int, least: int = 1, most: int = _MOST_WHOLE) -> int:
         """A whole number of at least ``least``."""
         value = self.get(key, default)
         number = _number(value)
         if number is None or number != int(number) or number < least:
             self.wrong(key, f"must be a whole number of at least {least}, not {_shown(value)}")
+        if number > most:
+            self.wrong(key, f"must be at most {most:,}, not {_shown(value)}")
         return int(number)
+
+    def size(self, what: str, key: str, default: int) -> int:
+        """A whole number that the run's field ``what`` comes from."""
+        self.tells(what, key)
+        return self.whole(key, default, most=_MOST[what])
+
+    def share(self, key: str, default: float) -> float:
+        """A number from 0 to 1."""
+        number = self.number(key, default)
+        if not 0 <= number <= 1:
+            self.wrong(key, f"must be from 0 to 1, not {_shown(self.get(key))}")
+        return number
+
+    def sections(self, key: str) -> list[dict[str, Any]]:
+        """A list of sections."""
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            self.wrong(key, f"must be a list of sections, not {_shown(value)}")
+        return value
 
     def number(self, key: str, default: float) -> float:
         """A number; ``2e-5`` too, which YAML 1.1 takes for text."""
@@ -166,6 +196,11 @@ class Sheet:
             key = key.rpartition(".")[0]
         return self.places[key][1 if value else 0] if key else str(self.path)
 
+    def tells(self, what: str, key: str) -> None:
+        """The run's field ``what`` comes from this key, if it is there."""
+        if self.has(key):
+            self.told[what] = (key, self.where(key, value=True))
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -183,7 +218,14 @@ class Sheet:
         ignored = dict.fromkeys([*self._unread(), *self.lost])
         self._inner_slips(ignored)
         self.check()
-        return Foreign(self.tool, replace(run, notes=tuple(self.notes)), tuple(self.wish.items()), tuple(ignored))
+        if run.max_length > _MOST["max_length"] or run.micro_batch_size * run.max_length > _MOST_TOKENS:
+            key, where = self.told.get("max_length", self.told.get("micro_batch_size", ("max_length", str(self.path))))
+            raise ConfigError(
+                f"'{key}': {run.micro_batch_size:,} rows of {run.max_length:,} tokens are more than a step can have",
+                where=where, hint=f"a micro-batch of at most {_MOST_TOKENS:,} tokens can be simulated",
+            )  # fmt: skip
+        told = replace(run, notes=tuple(self.notes))
+        return Foreign(self.tool, told, tuple(self.wish.items()), tuple(ignored), self.told)
 
     def data_file(self, name: str) -> str | None:
         """A training file that finefit's readers open, looked for from the file's folder upwards; None if not there."""
@@ -275,7 +317,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if abs(number) < 1e30 else None
 
