@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from finefit.cli import app
 from finefit.config.dialects import read
 from finefit.errors import ConfigError
-from finefit.foretell import config_json, foretell
+from finefit.foretell import _in_place, _most_positions, _ours, config_json, foretell
 from finefit.hardware import HardwareSpec
+from finefit.spec import resolve_model
 from finefit.terminal.foretold import waiting
 from finefit.witness import nccl_bytes, workspace_bytes
 
@@ -130,3 +131,66 @@ def test_a_wait_is_told_on_a_terminal_alone(
     with waiting():
         pass
     assert "" == capsys.readouterr().err
+
+
+def noted(run_file: Path, text: str) -> tuple[str, ...]:
+    """What the model's config adds to the notes of the reader."""
+    run_file.write_text(text)
+    found = read(run_file)
+    config = config_json(found.run.model)
+    return _in_place(found, resolve_model(found.run.model), config).run.notes[len(found.run.notes) :]
+
+
+def test_targets_that_no_layer_has_are_refused_at_their_place(run_file: Path) -> None:
+    run_file.write_text(RUN_FILE.replace("lora_target: all", "lora_target: q_porj"))
+    done = CliRunner().invoke(app, ["plan", str(run_file), "--gpu", "RTX 4090"])
+    assert str(done.exception) == (
+        f"{run_file}:6:14: 'lora_target': the model has no linear layer 'q_porj'\nhint: did you mean 'q_proj'?"
+    )
+    with pytest.raises(ConfigError, match="hint: its blocks have q_proj, k_proj, v_proj, o_proj, gate_proj"):
+        noted(run_file, RUN_FILE.replace("lora_target: all", "lora_target: [query_key_value, lm_head]"))
+
+
+def test_targets_that_peft_passes_over_are_noted(run_file: Path) -> None:
+    assert ("the model has no linear layer 'c_attn': PEFT passes over it",) == noted(
+        run_file, RUN_FILE.replace("lora_target: all", "lora_target: q_proj,c_attn,lm_head")
+    )
+    assert () == noted(
+        run_file, RUN_FILE.replace("lora_target: all", "lora_target: model.layers.3.self_attn.q_proj,v_proj")
+    )
+
+
+def test_rows_beyond_the_models_positions_are_noted(run_file: Path) -> None:
+    long = RUN_FILE.replace("cutoff_len: 512", "cutoff_len: 16384")
+    what = "rows of 16,384 tokens are longer than the 8,192 positions of the model's config"
+    assert (f"{what}: it was not trained on them, and the tool does not say so",) == noted(run_file, long)
+    assert () == noted(run_file, f"{long}rope_scaling: yarn\n")
+    assert () == noted(run_file, RUN_FILE)
+    learned = long.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "gpt2").replace(
+        "cutoff_len: 16384", "cutoff_len: 2048"
+    )
+    assert (
+        "rows of 2,048 tokens are longer than the 1,024 positions of the model's config, and it learns a vector for each"
+        " of those: such a row ends the run with an error",
+    ) == noted(run_file, learned)
+
+
+def test_positions_that_the_config_itself_scales_count() -> None:
+    model = resolve_model("SmolLM2-135M")
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}
+    assert [8192, 32768, 32768, 8192] == [
+        _most_positions(model, config) for config in ({}, yarn, {"text_config": yarn}, {"rope_scaling": None})
+    ]
+
+
+def test_the_wish_is_planned_at_its_own_length(run_file: Path) -> None:
+    """A model's config does not shorten it unseen."""
+    card, needed = HardwareSpec.from_name("RTX 4090"), []
+    for length in (8192, 16384):
+        run_file.write_text(RUN_FILE.replace("cutoff_len: 512", f"cutoff_len: {length}"))
+        plan, why = _ours(read(run_file), card)
+        assert plan is not None and not why
+        needed.append(plan.predicted.peak_bytes)
+    assert needed[1] > 1.2 * needed[0]
+    run_file.write_text(RUN_FILE.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "gpt2").replace("512", "2048"))
+    assert (None, "the model has 1,024 positions, rows have 2,048") == _ours(read(run_file), card)

@@ -25,6 +25,12 @@ _NOT_READ = {
 
 #: Both load their files with OmegaConf, whose loader refuses a key that stands twice; the others with PyYAML's own.
 _OMEGACONF = ("llamafactory", "torchtune")
+#: Keys that change how many positions a model has, as LLaMA-Factory, Axolotl and TRL spell them.
+_STRETCHES = (
+    "rope_scaling", "overrides_of_model_config.rope_scaling", "overrides_of_model_config.rope_parameters",
+    "overrides_of_model_config.max_position_embeddings", "model_init_kwargs.rope_scaling",
+    "model_init_kwargs.rope_parameters", "model_init_kwargs.max_position_embeddings",
+)  # fmt: skip
 
 
 def recognise(data: Mapping[str, Any]) -> str | None:
@@ -47,6 +53,8 @@ def read(path: Path, devices: int | None = None) -> Foreign:
         raise ConfigError(_NOT_READ[tool], where=f"{path}:1:1")
     sheet.tool = tool
     sheet.tell_twice(refused=tool in _OMEGACONF)
+    for key in _STRETCHES:
+        sheet.tells("positions", key)
     if tool == "torchtune":
         resolved(sheet)
     if tool == "llamafactory":

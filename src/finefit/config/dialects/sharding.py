@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ...foreign import Spread
 from .sheet import Sheet
 
+MOST_DEVICES = 100_000
 Stage = Literal[0, 1, 2, 3]
 Engine = Literal["", "ddp", "fsdp1", "fsdp2", "deepspeed", "naive"]
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
@@ -109,6 +110,8 @@ def spread(sheet: Sheet, how: Sharding, devices: int | None, degrees: Degrees | 
     world = devices or fixed.devices or (2 if how.stage else 1)
     if not devices and not fixed.shard and how.stage:
         sheet.note(f"the file does not say on how many devices it runs: {world} are assumed")
+    if world > MOST_DEVICES:
+        raise ConfigError(f"{world:,} devices are more than a run has: at most {MOST_DEVICES:,}", where=str(sheet.path))
     inner = fixed.tensor * fixed.context
     if world % inner:
         raise ConfigError(
