@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from finefit.cli import app
@@ -14,7 +15,8 @@ from finefit.errors import ConfigError
 from finefit.foretell import _in_place, _most_positions, _ours, config_json, foretell
 from finefit.hardware import HardwareSpec
 from finefit.spec import resolve_model
-from finefit.terminal.foretold import waiting
+from finefit.techniques.clipping import Clipping
+from finefit.terminal.foretold import _verdict, waiting
 from finefit.witness import nccl_bytes, workspace_bytes
 
 RUN_FILE = """\
@@ -194,3 +196,25 @@ def test_the_wish_is_planned_at_its_own_length(run_file: Path) -> None:
     assert needed[1] > 1.2 * needed[0]
     run_file.write_text(RUN_FILE.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "gpt2").replace("512", "2048"))
     assert (None, "the model has 1,024 positions, rows have 2,048") == _ours(read(run_file), card)
+
+
+def shown(reserved: int, needed: int) -> list[str]:
+    told = {"fits": True, "hardware": "RTX 4090", "reserved_bytes": reserved, "needed_bytes": needed}
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(_verdict(told))
+    return captured.get().splitlines()
+
+
+def test_more_reserved_than_needed_is_explained() -> None:
+    why = "on a full device cached memory is given back: the smallest device decides"
+    assert ["fits RTX 4090", why] == shown(reserved=30, needed=20)
+    assert ["fits RTX 4090"] == shown(reserved=20, needed=20)
+
+
+def test_a_wish_without_clipping_says_so(run_file: Path) -> None:
+    run_file.write_text(RUN_FILE + "max_grad_norm: 0\n")
+    plan, _ = _ours(read(run_file), HardwareSpec.from_name("RTX 4090"))
+    assert plan is not None
+    assert "gradients are not clipped" == plan.techniques[-1].describe()
+    assert "gradients clipped to a global norm of 0.5" == Clipping(0.5).describe()

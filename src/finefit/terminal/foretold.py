@@ -84,8 +84,13 @@ def _memory(told: Mapping[str, Any]) -> RenderableType:
 
 def _verdict(told: Mapping[str, Any]) -> RenderableType:
     if told["fits"]:
-        return Text(f"fits {told['hardware']}", style="green")
-    return Text(f"does not fit {told['hardware']}: CUDA out of memory is to be expected", style="red")
+        verdict = Text(f"fits {told['hardware']}", style="green")
+    else:
+        verdict = Text(f"does not fit {told['hardware']}: CUDA out of memory is to be expected", style="red")
+    if told["reserved_bytes"] <= told["needed_bytes"]:
+        return verdict
+    why = "on a full device cached memory is given back: the smallest device decides"
+    return Group(verdict, Text(why, style="dim"))
 
 
 def _ours(told: Mapping[str, Any]) -> RenderableType:
