@@ -614,7 +614,7 @@ def test_galore_of_adapters_is_refused(tmp_path: Path) -> None:
         (LF_LORA + "fp16: true\n", "16:1: 'fp16': bf16 and fp16 are both on; transformers refuses this too"),
         (
             LF_LORA.replace("batch_size: 2", f"batch_size: {10**15}"),
-            "10:30: 'per_device_train_batch_size' must be at most 1,048,576, not 1000000000000000",
+            "10:30: 'per_device_train_batch_size' must be at most 16,384, not 1000000000000000",
         ),
         (
             LF_LORA.replace("1001", f"{10**12}"),

@@ -27,7 +27,7 @@ _SLIP = 0.88
 #: Example files stand this deep in the tools' own repositories, whose top is where they are started.
 _LEVELS = 5
 #: Beyond these a size is a slip of the hand. Up to them no tensor of a step has more elements than torch can count.
-_MOST = {"micro_batch_size": 2**20, "accumulation": 10**6, "max_length": 2**24, "rank": 2**16}
+_MOST = {"micro_batch_size": 2**14, "accumulation": 10**6, "max_length": 2**24, "rank": 2**16}
 _MOST_TOKENS = 2**28  # of one micro-batch
 _MOST_WHOLE = 10**9
 LAST_SEED = 2**32 - 1  # numpy's
