@@ -13,7 +13,8 @@ from ...foreign import Dtype, ForeignRun, Quantised
 from . import hf, optimizers
 from .known import AXOLOTL
 from .sharding import Degrees, Sharding, deepspeed, fsdp, spread
-from .sheet import LAST_SEED, Foreign, Sheet
+from .sheet import Foreign, Sheet
+from .values import LAST_SEED
 
 _LORA_FREEZES = "layers that adapters skip are not expressed"
 _EXPERTS = "packing or adapting fused expert weights is not expressed"

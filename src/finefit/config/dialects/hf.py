@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from ...foreign import Dtype, ForeignRun, Lengths, Quantised
 from .sharding import Sharding, deepspeed, fsdp
-from .sheet import LAST_SEED, Sheet
+from .sheet import Sheet
+from .values import LAST_SEED
 
 Attention = Literal["flash", "sdpa", "math"]
 Loss = Literal["plain", "kernel", "chunked", "fused"]

@@ -15,7 +15,8 @@ from ...foreign import Dtype, ForeignRun, Spread
 from . import hf, optimizers
 from .known import TORCHTUNE
 from .sharding import Degrees, Sharding, spread
-from .sheet import LAST_SEED, Foreign, Sheet
+from .sheet import Foreign, Sheet
+from .values import LAST_SEED
 
 _UNEXPRESSED = {
     "teacher_model": "distilling a teacher is not expressed", "quantizer": hf.QAT, "policy_model": hf.PREFERENCE,
