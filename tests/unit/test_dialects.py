@@ -667,3 +667,13 @@ def test_axolotl_takes_bf16_where_both_are_on(tmp_path: Path) -> None:
     run = foreign(tmp_path, "base_model: m\nbf16: true\nfp16: true\n").run
     assert ("bfloat16", True) == (run.compute_dtype, run.autocast)
     assert "bf16 and fp16 are both on: Axolotl takes bf16" in run.notes
+
+
+def test_numbers_of_files_beside_the_run_file_are_read_with_care(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\noptim: galore_adamw\noptim_args: {rank: x}\n"
+    assert complaint(tmp_path, text) == (
+        "run.yaml:4:20: 'optim_args.rank' must be a whole number of at least 1, not 'x'"
+    )
+    zero = "{zero_optimization: {stage: 2, reduce_bucket_size: .inf}, tensor_parallel: {autotp_size: x}}"
+    found = foreign(tmp_path, f"model_name_or_path: m\ndataset_name: d\ndeepspeed: {zero}\n").run.spread
+    assert (-1, 1) == (found.bucket, found.tensor)

@@ -138,15 +138,19 @@ def _from_json(sheet: Sheet, key: str, config: Mapping[str, Any]) -> Sharding:
         optimizer_on_host=_moves(zero, "offload_optimizer"),
         parameters_on_host=_moves(zero, "offload_param"),
         bf16=_part(config, "bf16").get("enabled") is True,
-        tensor=int(_part(config, "tensor_parallel").get("autotp_size", 1)),
+        tensor=_whole(_part(config, "tensor_parallel").get("autotp_size", 1), 1),
         overlaps=bool(zero.get("overlap_comm", stage == 3)), bucket=_bucket(zero),
     )  # fmt: skip
 
 
 def _bucket(zero: Mapping[str, Any]) -> int:
     """``reduce_bucket_size``, which DeepSpeed sets to 5e8."""
-    value = zero.get("reduce_bucket_size", 500_000_000)
-    return int(value) if isinstance(value, int | float) else -1
+    return _whole(zero.get("reduce_bucket_size", 500_000_000), -1)
+
+
+def _whole(value: object, other: int) -> int:
+    """A finite number of one or more as a whole one; ``other`` for ``auto`` and what is none."""
+    return int(value) if isinstance(value, int | float) and 1 <= value < 1e15 else other
 
 
 def _moves(zero: Mapping[str, Any], part: str) -> bool:
