@@ -61,8 +61,16 @@ def plan(  # noqa: PLR0913 (each is an option)
         _show_diff(words or [])
         return
     if _is_foreign(words or []):
-        _foretell(words or [], gpu, devices, as_json)
+        unheard = {"--budget": budget, "--method": method, "--max-length": max_length, "-o": output}
+        switches = {"--explain": explain, "--verify": verify}
+        given = [
+            option for option, value in {**unheard, **switches}.items() if value is not None and value is not False
+        ]
+        _foretell(words or [], gpu, devices, as_json, given)
         return
+    if devices is not None:
+        hint = f"devices of this run are told by --gpu: --gpu '{max(devices, 1)} x H100'"
+        raise ConfigError("--devices is for another tool's run file, and this is finefit's own run", hint=hint)
     chosen = {"memory.budget": budget, "method": method, "train.max_length": max_length}
     config = _config(words or [], [f"{key}={value}" for key, value in chosen.items() if value is not None])
     data = None
@@ -224,27 +232,28 @@ def _said_once(settings: list[str]) -> None:
 
 
 def _is_foreign(words: list[str]) -> bool:
-    """Whether the first word is another tool's run file."""
-    if not words or not words[0].endswith((".yaml", ".yml")) or not Path(words[0]).is_file():
+    """Whether the first word that is no setting is another tool's run file."""
+    named = next((Path(word) for word in words if "=" not in word or Path(word).exists()), None)
+    if named is None or named.suffix not in (".yaml", ".yml") or not named.is_file():
         return False
     from .config.dialects import is_foreign
 
-    return is_foreign(Path(words[0]))
+    return is_foreign(named)
 
 
-def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: bool) -> None:
+def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: bool, given: list[str]) -> None:
+    """``given`` are options that only finefit's own runs have."""
+    from . import foretell as foretelling
     from .config.dialects import read
-    from .foretell import foretell
     from .hardware import HardwareSpec
-    from .terminal.foretold import foretold_view
+    from .terminal.foretold import foretold_view, waiting
 
-    if len(words) > 1:
-        raise ConfigError(
-            f"'{words[1]}' after another tool's run file", hint="change the file; --gpu and --devices are heard"
-        )
+    path = foretelling.asked(words, devices, given)
     hardware = HardwareSpec.from_name(gpu) if gpu else HardwareSpec.of_this_machine()
     count = devices or (hardware.count if hardware.count > 1 else None)
-    told = foretell(read(Path(words[0]), count), hardware).to_json()
+    foreign = read(path, count)
+    with waiting():
+        told = foretelling.foretell(foreign, hardware).to_json()
     if as_json:
         print(json.dumps(told, indent=1))
     else:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from finefit.config import Config
-from finefit.config.dialects import Foreign, read, recognise
+from finefit.config.dialects import Foreign, is_foreign, read, recognise
 from finefit.errors import ConfigError
 from finefit.foreign import ForeignRun, Lengths, Spread
 
@@ -240,15 +240,49 @@ def test_llamafactory_v1_refuses(tmp_path: Path) -> None:
     [
         ("base_model:\n", "run.yaml:1:12: 'base_model' names no model"),
         ("base_model: m\nseed: 2001-99-99\n", "run.yaml:2:7: '2001-99-99' is not a valid timestamp"),
-        ("base_model: &m {again: *m}\n", "run.yaml: this is nested too deeply"),
+        ("base_model: &m {again: *m}\n", "run.yaml:1:17: 'base_model.again' contains itself"),
+        ("base_model: m\ndatasets: &d\n  - path: *d\n", "run.yaml:3:5: 'datasets.path' contains itself"),
+        (
+            "base_model: m\nseed: !!python/name:os.system\n",
+            "run.yaml:2:7: the tag '!!python/name:os.system' makes no plain value",
+        ),
+        ("base_model: m\nseed: !mine {a: 1}\n", "run.yaml:2:7: the tag '!mine' makes no plain value"),
+        ("base_model: m\n? [a, b]\n: 1\n", "run.yaml:2:3: a list cannot be a key"),
+        ("!!set {base_model, stage}\n", "run.yaml:1:1: key: value lines are needed here"),
         (
             "base_model: m\nk0: &k0 [1]\n" + "".join(f"k{i}: &k{i} [{f'*k{i - 1},' * 9}]\n" for i in range(1, 9)),
-            "run.yaml: this is too large for a run file",
+            "run.yaml:7:1: this is too large for a run file",
         ),
     ],
 )
 def test_files_that_cannot_be_taken_in(tmp_path: Path, text: str, message: str) -> None:
     assert complaint(tmp_path, text).partition("\n")[0] == message
+
+
+@pytest.mark.parametrize(
+    "line", ["seed: !!python/name:os.system", "datasets: &d [*d]", "? [a, b]\n: 1", "seed: 2001-99-99", "<<: 3"]
+)
+def test_a_file_stays_another_tools_where_a_value_cannot_be_made(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"base_model: m\n{line}\n")
+    assert is_foreign(path)
+    path.write_text(f"model: m\n{line}\n")
+    assert not is_foreign(path)
+
+
+def test_a_key_that_stands_twice_is_told_as_the_tools_parser_has_it(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndo_train: true\ncutoff_len: 64\ncutoff_len: 128\n"
+    assert complaint(tmp_path, text) == "run.yaml:5:1: key 'cutoff_len' stands here twice\nhint: first at run.yaml:4:1"
+    nested = TORCHTUNE.replace("  lora_rank: 8\n", "  lora_rank: 8\n  lora_rank: 16\n")
+    assert complaint(tmp_path, nested) == (
+        "run.yaml:8:3: key 'model.lora_rank' stands here twice\nhint: first at run.yaml:7:3"
+    )
+    found = foreign(tmp_path, "base_model: m\nsequence_len: 64\nsequence_len: 128\n")
+    path = tmp_path / "run.yaml"
+    assert 128 == found.run.max_length
+    assert f"'sequence_len' stands twice, at {path}:2:1 and {path}:3:1: the last one counts there" in found.run.notes
+    merged = "base: &b {path: d, type: alpaca}\nbase_model: m\ndatasets: [{<<: *b, path: e}, {<<: *b, path: f}]\n"
+    assert not [note for note in foreign(tmp_path, merged).run.notes if "twice" in note]
 
 
 AXOLOTL_QLORA = """\
@@ -572,3 +606,74 @@ def test_galore_of_adapters_is_refused(tmp_path: Path) -> None:
     assert complaint(tmp_path, text) == (
         "run.yaml:4:1: 'optim': a low-rank space of adapters' gradients is not expressed\nhint: train whole weights with it"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LF_LORA + "fp16: true\n", "16:1: 'fp16': bf16 and fp16 are both on; transformers refuses this too"),
+        (
+            LF_LORA.replace("batch_size: 2", f"batch_size: {10**15}"),
+            "10:30: 'per_device_train_batch_size' must be at most 16,384, not 1000000000000000",
+        ),
+        (
+            LF_LORA.replace("1001", f"{10**12}"),
+            "9:13: 'cutoff_len' must be at most 16,777,216, not 1000000000000",
+        ),
+        (
+            LF_LORA.replace("1001", "4000000").replace("batch_size: 2", "batch_size: 1000"),
+            "9:13: 'cutoff_len': 1,000 rows of 4,000,000 tokens are more than a step can have",
+        ),
+        (LF_LORA.replace("lora_rank: 4", f"lora_rank: {10**400}"), None),
+        (LF_LORA + "lora_dropout: 2\n", "16:15: 'lora_dropout' must be from 0 to 1, not 2"),
+        (LF_LORA.replace("one,two", "5"), "7:10: 'dataset' must be a list of names, not 5"),
+        ("base_model: m\ndatasets: 5\n", "2:11: 'datasets' must be a list of sections, not 5"),
+        (
+            "base_model: m\nadapter: qlora\nlora_r: 8\nload_in_4bit: true\nload_in_8bit: true\n",
+            "5:1: 'load_in_8bit': qlora packs in 4 bits; Axolotl refuses this too",
+        ),
+        (
+            "model_name_or_path: m\ndatasets: 5\n",
+            "2:11: 'datasets' must be a list of sections, not 5",
+        ),
+        (
+            "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nload_in_4bit: true\nload_in_8bit: true\n",
+            "5:1: 'load_in_8bit': weights in 4 and in 8 bits at once; TRL refuses this too",
+        ),
+        (
+            TORCHTUNE.replace("  _component_: torchtune.models.llama3_1.lora_llama3_1_8b\n", ""),
+            "3:1: 'model': names no _component_; torchtune refuses this too",
+        ),
+        (
+            TORCHTUNE.replace("  _component_: torch.optim.AdamW\n", ""),
+            "14:1: 'optimizer': names no _component_; torchtune refuses this too",
+        ),
+        (
+            TORCHTUNE.replace("[q_proj, v_proj, output_proj]", "[q_proj, w_proj]"),
+            "5:3: 'model.lora_attn_modules': q_proj, w_proj: one or more of q_proj, k_proj, v_proj, output_proj are needed",
+        ),
+        (
+            TORCHTUNE.replace("[q_proj, v_proj, output_proj]", "[]"),
+            "5:3: 'model.lora_attn_modules': nothing: one or more of q_proj, k_proj, v_proj, output_proj are needed",
+        ),
+    ],
+)
+def test_what_the_tools_refuse_is_refused(tmp_path: Path, text: str, message: str | None) -> None:
+    said = complaint(tmp_path, text).partition("\n")[0]
+    assert f"run.yaml:{message}" == said if message else said.startswith("run.yaml:5:12: 'lora_rank' must be")
+
+
+def test_axolotl_takes_bf16_where_both_are_on(tmp_path: Path) -> None:
+    run = foreign(tmp_path, "base_model: m\nbf16: true\nfp16: true\n").run
+    assert ("bfloat16", True) == (run.compute_dtype, run.autocast)
+    assert "bf16 and fp16 are both on: Axolotl takes bf16" in run.notes
+
+
+def test_numbers_of_files_beside_the_run_file_are_read_with_care(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\noptim: galore_adamw\noptim_args: {rank: x}\n"
+    assert complaint(tmp_path, text) == (
+        "run.yaml:4:20: 'optim_args.rank' must be a whole number of at least 1, not 'x'"
+    )
+    zero = "{zero_optimization: {stage: 2, reduce_bucket_size: .inf}, tensor_parallel: {autotp_size: x}}"
+    found = foreign(tmp_path, f"model_name_or_path: m\ndataset_name: d\ndeepspeed: {zero}\n").run.spread
+    assert (-1, 1) == (found.bucket, found.tensor)

@@ -26,6 +26,8 @@ class Clipping(Technique):
             run.clip = functools.partial(clip, max_norm=self.max_norm)
 
     def describe(self) -> str:
+        if not math.isfinite(self.max_norm):
+            return "gradients are not clipped"
         return f"gradients clipped to a global norm of {self.max_norm:g}"
 
 

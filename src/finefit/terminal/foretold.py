@@ -1,6 +1,9 @@
 """Another tool's run on the terminal: what it needs there, and finefit's plan for the same wish beside it."""
 
-from collections.abc import Mapping
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,6 +17,19 @@ from ..units import format_bytes
 def foretold_view(told: Mapping[str, Any], console: Console | None = None) -> None:
     """Print what ``foretell`` found, given as its JSON dict."""
     (console or Console()).print(_renderable(told))
+
+
+@contextlib.contextmanager
+def waiting(after_s: float = 1.0) -> Iterator[None]:
+    """One line on a terminal's stderr when what is done inside takes longer than this."""
+    timer = threading.Timer(after_s, print, ("simulating a step of the run …",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _renderable(told: Mapping[str, Any]) -> RenderableType:
@@ -68,8 +84,13 @@ def _memory(told: Mapping[str, Any]) -> RenderableType:
 
 def _verdict(told: Mapping[str, Any]) -> RenderableType:
     if told["fits"]:
-        return Text(f"fits {told['hardware']}", style="green")
-    return Text(f"does not fit {told['hardware']}: CUDA out of memory is to be expected", style="red")
+        verdict = Text(f"fits {told['hardware']}", style="green")
+    else:
+        verdict = Text(f"does not fit {told['hardware']}: CUDA out of memory is to be expected", style="red")
+    if told["reserved_bytes"] <= told["needed_bytes"]:
+        return verdict
+    why = "on a full device cached memory is given back: the smallest device decides"
+    return Group(verdict, Text(why, style="dim"))
 
 
 def _ours(told: Mapping[str, Any]) -> RenderableType:

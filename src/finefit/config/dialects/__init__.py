@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from . import axolotl, llamafactory, llamafactory_v1, torchtune, trl
 from .sheet import NAMES, Foreign, Sheet, open_sheet, resolved
+from .tree import outline
 
 __all__ = ["NAMES", "Foreign", "is_foreign", "read", "recognise"]
 
@@ -21,6 +22,15 @@ _NOT_READ = {
     "swift": "ms-swift's run files are not read",
     "unsloth": "Unsloth's run files are not read",
 }
+
+#: Both load their files with OmegaConf, whose loader refuses a key that stands twice; the others with PyYAML's own.
+_OMEGACONF = ("llamafactory", "torchtune")
+#: Keys that change how many positions a model has, as LLaMA-Factory, Axolotl and TRL spell them.
+_STRETCHES = (
+    "rope_scaling", "overrides_of_model_config.rope_scaling", "overrides_of_model_config.rope_parameters",
+    "overrides_of_model_config.max_position_embeddings", "model_init_kwargs.rope_scaling",
+    "model_init_kwargs.rope_parameters", "model_init_kwargs.max_position_embeddings",
+)  # fmt: skip
 
 
 def recognise(data: Mapping[str, Any]) -> str | None:
@@ -42,6 +52,9 @@ def read(path: Path, devices: int | None = None) -> Foreign:
     if tool in _NOT_READ:
         raise ConfigError(_NOT_READ[tool], where=f"{path}:1:1")
     sheet.tool = tool
+    sheet.tell_twice(refused=tool in _OMEGACONF)
+    for key in _STRETCHES:
+        sheet.tells("positions", key)
     if tool == "torchtune":
         resolved(sheet)
     if tool == "llamafactory":
@@ -51,7 +64,17 @@ def read(path: Path, devices: int | None = None) -> Foreign:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether this YAML file is another tool's; False for what cannot be read, which our own reader says better."""
+    """Whether this YAML file is another tool's, by its keys alone where its values cannot be taken in; False for what
+    is no YAML, which our own reader says as well."""
+    try:
+        keys = outline(path)
+    except ConfigError:
+        return False
+    return recognise(keys) is not None or _is_read(path)
+
+
+def _is_read(path: Path) -> bool:
+    """Whether keys below the first sections, or that ``<<`` brings, are a tool's."""
     try:
         return recognise(open_sheet(path).values) is not None
     except ConfigError:

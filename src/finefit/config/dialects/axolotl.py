@@ -14,6 +14,7 @@ from . import hf, optimizers
 from .known import AXOLOTL
 from .sharding import Degrees, Sharding, deepspeed, fsdp, spread
 from .sheet import Foreign, Sheet
+from .values import LAST_SEED
 
 _LORA_FREEZES = "layers that adapters skip are not expressed"
 _EXPERTS = "packing or adapting fused expert weights is not expressed"
@@ -130,16 +131,16 @@ def _quantised(sheet: Sheet, model: str) -> Quantised:
     if sheet.flag("gptq") or stored == "gptq4":
         sheet.loses("gptq")
         return "gptq4"
+    if adapter == "qlora" and eight:
+        sheet.refuse("load_in_8bit", "qlora packs in 4 bits; Axolotl refuses this too")
     if adapter == "qlora" and four:
         options = sheet.section("bnb_config_kwargs")
         return "nf4_double" if options.get("bnb_4bit_use_double_quant", True) else "nf4"
     if adapter == "qlora":
         sheet.refuse("adapter", "qlora needs load_in_4bit: true; Axolotl refuses this too")
-    if adapter == "lora" and eight:
-        return "int8"
     if adapter == "lora" and four:
         sheet.note("load_in_4bit has no effect with adapter: lora; adapter: qlora packs the weights")
-    return stored
+    return "int8" if adapter == "lora" and eight else stored
 
 
 def _types(sheet: Sheet, method: str, how: Sharding, kind: hf.Attention) -> dict[str, Any]:
@@ -147,6 +148,8 @@ def _types(sheet: Sheet, method: str, how: Sharding, kind: hf.Attention) -> dict
     half = sheet.flag("fp16")
     told = sheet.get("bf16", "auto")
     bf16 = sheet.flag("bfloat16") or (not half if told == "auto" else sheet.flag("bf16"))
+    if half and told is True:
+        sheet.note("bf16 and fp16 are both on: Axolotl takes bf16")
     narrow = half or sheet.flag("load_in_8bit") or sheet.flag("float16")
     loads: Dtype = "bfloat16" if bf16 else "float16" if narrow else "float32"
     mixes = bf16 or half
@@ -178,21 +181,21 @@ def _adapter(sheet: Sheet) -> dict[str, Any]:
     if not everything and not sheet.has("lora_target_modules"):
         named = hf.peft_targets(sheet, sheet.text("base_model"))
     return {
-        "rank": sheet.whole("lora_r", 8), "targets": () if everything else named,
-        "lora_dropout": sheet.number("lora_dropout", 0.0), "dora": sheet.flag("peft_use_dora"),
+        "rank": sheet.size("rank", "lora_r", 8), "targets": () if everything else named,
+        "lora_dropout": sheet.share("lora_dropout", 0.0), "dora": sheet.flag("peft_use_dora"),
         "trained_modules": sheet.names("lora_modules_to_save"),
     }  # fmt: skip
 
 
 def _batch(sheet: Sheet) -> tuple[int, int]:
     """``batch_size`` of one device stands for accumulation only where that is not given."""
-    micro = sheet.whole("micro_batch_size", 1)
+    micro = sheet.size("micro_batch_size", "micro_batch_size", 1)
     total = sheet.whole("batch_size", micro)
     if sheet.has("batch_size") and not sheet.has("gradient_accumulation_steps"):
         sheet.note("batch_size without gradient_accumulation_steps: taken for the rows of one device and step")
     if sheet.get("auto_find_batch_size"):
         sheet.note("auto_find_batch_size: the micro-batch becomes smaller where it does not fit")
-    return micro, sheet.whole("gradient_accumulation_steps", max(total // micro, 1))
+    return micro, sheet.size("accumulation", "gradient_accumulation_steps", max(total // micro, 1))
 
 
 def _cuts(sheet: Sheet) -> bool:
@@ -247,7 +250,7 @@ def _checkpointing(sheet: Sheet, how: Sharding, method: str) -> dict[str, Any]:
 
 
 def _rows(sheet: Sheet, kind: hf.Attention) -> dict[str, Any]:
-    length, multiple = sheet.whole("sequence_len", 512), sheet.whole("pad_to_multiple_of", _PAD)
+    length, multiple = sheet.size("max_length", "sequence_len", 512), sheet.whole("pad_to_multiple_of", _PAD)
     packs = sheet.flag("sample_packing")
     flattens = str(sheet.get("batch_flattening", False)).lower() in ("true", "auto") and kind == "flash"
     pads = sheet.flag("pad_to_sequence_len", True)
@@ -279,7 +282,7 @@ def _wishes(sheet: Sheet, run: ForeignRun) -> None:
     sheet.wants("train.warmup_steps", warmup)
     sheet.wants("train.weight_decay", sheet.number("weight_decay", 0.0))
     sheet.wants("train.max_grad_norm", hf.clip(sheet))
-    sheet.wants("seed", sheet.whole("seed", 42, 0))
+    sheet.wants("seed", sheet.whole("seed", 42, 0, LAST_SEED))
     sheet.wants("train.too_long", sheet.choice("excess_length_strategy", "drop", _TOO_LONG))
     hf.rhythm(sheet, {"save_steps": "save_every", "eval_steps": "eval_every", "logging_steps": "log_every"})
     if sheet.has("save_total_limit"):
@@ -290,8 +293,8 @@ def _wishes(sheet: Sheet, run: ForeignRun) -> None:
 
 def _data(sheet: Sheet, key: str) -> str | None:
     """One local file of a format that is recognised by itself; templates and field names of theirs are not read."""
-    sets = sheet.get(key, [])
-    if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
+    sets = sheet.sections(key)
+    if len(sets) == 1:
         files = sets[0].get("data_files") or sets[0].get("path")
         name = files[0] if isinstance(files, list) and len(files) == 1 else files
         if isinstance(name, str) and (found := sheet.data_file(name)):

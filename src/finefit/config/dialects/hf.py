@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ...foreign import Dtype, ForeignRun, Lengths, Quantised
 from .sharding import Sharding, deepspeed, fsdp
 from .sheet import Sheet
+from .values import LAST_SEED
 
 Attention = Literal["flash", "sdpa", "math"]
 Loss = Literal["plain", "kernel", "chunked", "fused"]
@@ -62,7 +63,8 @@ def batch(sheet: Sheet) -> Batch:
     """Rows of one forward and forwards of one step."""
     if sheet.get("auto_find_batch_size"):
         sheet.note("auto_find_batch_size: the micro-batch becomes smaller where it does not fit")
-    return Batch(sheet.whole("per_device_train_batch_size", 8), sheet.whole("gradient_accumulation_steps", 1))
+    accumulation = sheet.size("accumulation", "gradient_accumulation_steps", 1)
+    return Batch(sheet.size("micro_batch_size", "per_device_train_batch_size", 8), accumulation)
 
 
 def sharding(sheet: Sheet) -> Sharding:
@@ -77,6 +79,8 @@ def sharding(sheet: Sheet) -> Sharding:
 def mixed(sheet: Sheet, how: Sharding, default: bool = False) -> tuple[Dtype | None, bool]:
     """The type of mixed precision, or None without it; and whether autocast brings it."""
     half = sheet.flag("fp16")
+    if half and sheet.flag("bf16"):
+        sheet.refuse("fp16", "bf16 and fp16 are both on; transformers refuses this too", "switch one of them off")
     compute: Dtype | None = "float16" if half else None
     if sheet.flag("bf16", default and not half) or how.bf16:
         compute = "bfloat16"
@@ -94,7 +98,7 @@ def wishes(sheet: Sheet, epochs: float, learning_rate: float) -> None:
     sheet.wants("train.warmup_steps", warmup)
     sheet.wants("train.weight_decay", sheet.number("weight_decay", 0.0))
     sheet.wants("train.max_grad_norm", clip(sheet))
-    sheet.wants("seed", sheet.whole("seed", 42, 0))
+    sheet.wants("seed", sheet.whole("seed", 42, 0, LAST_SEED))
     rhythm(sheet, {"save_steps": "save_every", "eval_steps": "eval_every", "logging_steps": "log_every"})
     if sheet.has("save_total_limit"):
         sheet.wants("train.keep_checkpoints", sheet.whole("save_total_limit", 2))
@@ -178,6 +182,7 @@ def targets(sheet: Sheet, key: str) -> tuple[str, ...]:
     """Short names of adapted linears, none for all of a block. One text alone is a pattern on full names, as in PEFT."""
     value = sheet.get(key)
     names = sheet.names(key)
+    sheet.tells("targets", key)
     if isinstance(value, str) and len(names) == 1:
         if names[0] in ("all", "all-linear"):
             return ()

@@ -150,8 +150,8 @@ def _adapter(sheet: Sheet) -> dict[str, Any]:
         sheet.note("resize_vocab without additional_target: embedding and head train as a whole")
     sheet.loses("additional_target", "resize_vocab", "use_dora", "use_rslora", "pissa_init", "adapter_name_or_path")
     return {
-        "rank": sheet.whole("lora_rank", 8), "targets": hf.targets(sheet, "lora_target"),
-        "lora_dropout": sheet.number("lora_dropout", 0.0), "dora": sheet.flag("use_dora"), "trained_modules": whole,
+        "rank": sheet.size("rank", "lora_rank", 8), "targets": hf.targets(sheet, "lora_target"),
+        "lora_dropout": sheet.share("lora_dropout", 0.0), "dora": sheet.flag("use_dora"), "trained_modules": whole,
     }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def _rows(sheet: Sheet, kind: hf.Attention) -> dict[str, Any]:
     pretrains = sheet.text("stage", "sft") == "pt"
     neat = sheet.flag("neat_packing")
     packs = neat or sheet.flag("packing", pretrains)
-    length = sheet.whole("cutoff_len", 2048)
+    length = sheet.size("max_length", "cutoff_len", 2048)
     if pretrains:
         sheet.note("continued pre-training: every token is trained on")
     return {

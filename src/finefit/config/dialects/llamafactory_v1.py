@@ -42,7 +42,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     if split not in _BATCHES:
         sheet.wrong("batching_strategy", f"must be one of {', '.join(_BATCHES)}, not '{split}'")
     over = spread(sheet, how, devices, degrees)
-    micro = sheet.whole("micro_batch_size", 1)
+    micro = sheet.size("micro_batch_size", "micro_batch_size", 1)
     total = sheet.whole("global_batch_size", micro * over.data)
     if total % (micro * over.data):
         sheet.wrong("global_batch_size", f"is no multiple of {micro} rows on {over.data} devices")
@@ -50,7 +50,7 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     loss, kernels = _kernels(sheet)
     run = ForeignRun(
         tool="llamafactory", model=model, method=method, micro_batch_size=micro,
-        max_length=sheet.whole("cutoff_len", 2048), accumulation=total // (micro * over.data),
+        max_length=sheet.size("max_length", "cutoff_len", 2048), accumulation=total // (micro * over.data),
         packed=split.endswith("padding_free"), lengths=hf.lengths(sheet, packs=split != "normal"), trained_dtype="float32", compute_dtype=compute, quantised=quantised,
         optimizer=optimizer.name, optimizer_bits=optimizer.bits_with("float32"), foreach=optimizer.foreach,
         clipped=hf.clip(sheet) > 0,
@@ -166,8 +166,8 @@ def _adapter(sheet: Sheet) -> dict[str, Any]:
         sheet.note("training goes on from an adapter: its own rank and targets count, those here are shown")
         sheet.loses("peft_config.adapter_name_or_path")
     return {
-        "rank": sheet.whole("peft_config.r", 8), "targets": hf.targets(sheet, "peft_config.target_modules"),
-        "lora_dropout": sheet.number("peft_config.lora_dropout", 0.05), "dora": sheet.flag("peft_config.use_dora"),
+        "rank": sheet.size("rank", "peft_config.r", 8), "targets": hf.targets(sheet, "peft_config.target_modules"),
+        "lora_dropout": sheet.share("peft_config.lora_dropout", 0.05), "dora": sheet.flag("peft_config.use_dora"),
         "trained_modules": sheet.names("peft_config.modules_to_save"),
     }  # fmt: skip
 

@@ -102,7 +102,7 @@ def named(sheet: Sheet, key: str, default: str, known: dict[str, Optimizer] = HF
         return found
     kind = word.removesuffix("_layerwise")
     if kind in _GALORE and known is not CLASSES:
-        return galore(sheet, key, _GALORE[kind], _rank_of(sheet.get("optim_args")), word != kind)
+        return galore(sheet, key, _GALORE[kind], _rank_of(sheet), word != kind)
     family = next((name for name in sorted(_REASONS, key=len, reverse=True) if word.startswith(name)), "")
     sheet.refuse(key, f"the optimizer {word} {_REASONS.get(family, 'is not one that can be simulated')}")
     return HF["adamw_torch"]
@@ -116,11 +116,12 @@ def galore(sheet: Sheet, key: str, bits: int, rank: int, layerwise: bool) -> Opt
     return Optimizer("galore_adamw", bits, rank=rank, in_backward=layerwise)
 
 
-def _rank_of(arguments: object) -> int:
+def _rank_of(sheet: Sheet) -> int:
     """Of ``optim_args``, which is text (``rank=64, scale=0.10``) or, in Axolotl, a mapping."""
+    arguments = sheet.get("optim_args")
     if isinstance(arguments, dict):
-        return int(arguments.get("rank", _GALORE_RANK))
-    found = re.search(r"\brank\s*=\s*(\d+)", str(arguments or ""))
+        return sheet.size("rank", "optim_args.rank", _GALORE_RANK)
+    found = re.search(r"\brank\s*=\s*(\d{1,9})", str(arguments or ""))
     return int(found[1]) if found else _GALORE_RANK
 
 

@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ...foreign import Spread
 from .sheet import Sheet
 
+MOST_DEVICES = 100_000
 Stage = Literal[0, 1, 2, 3]
 Engine = Literal["", "ddp", "fsdp1", "fsdp2", "deepspeed", "naive"]
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
@@ -109,6 +110,8 @@ def spread(sheet: Sheet, how: Sharding, devices: int | None, degrees: Degrees | 
     world = devices or fixed.devices or (2 if how.stage else 1)
     if not devices and not fixed.shard and how.stage:
         sheet.note(f"the file does not say on how many devices it runs: {world} are assumed")
+    if world > MOST_DEVICES:
+        raise ConfigError(f"{world:,} devices are more than a run has: at most {MOST_DEVICES:,}", where=str(sheet.path))
     inner = fixed.tensor * fixed.context
     if world % inner:
         raise ConfigError(
@@ -135,15 +138,19 @@ def _from_json(sheet: Sheet, key: str, config: Mapping[str, Any]) -> Sharding:
         optimizer_on_host=_moves(zero, "offload_optimizer"),
         parameters_on_host=_moves(zero, "offload_param"),
         bf16=_part(config, "bf16").get("enabled") is True,
-        tensor=int(_part(config, "tensor_parallel").get("autotp_size", 1)),
+        tensor=_whole(_part(config, "tensor_parallel").get("autotp_size", 1), 1),
         overlaps=bool(zero.get("overlap_comm", stage == 3)), bucket=_bucket(zero),
     )  # fmt: skip
 
 
 def _bucket(zero: Mapping[str, Any]) -> int:
     """``reduce_bucket_size``, which DeepSpeed sets to 5e8."""
-    value = zero.get("reduce_bucket_size", 500_000_000)
-    return int(value) if isinstance(value, int | float) else -1
+    return _whole(zero.get("reduce_bucket_size", 500_000_000), -1)
+
+
+def _whole(value: object, other: int) -> int:
+    """A finite number of one or more as a whole one; ``other`` for ``auto`` and what is none."""
+    return int(value) if isinstance(value, int | float) and 1 <= value < 1e15 else other
 
 
 def _moves(zero: Mapping[str, Any], part: str) -> bool:

@@ -5,19 +5,17 @@ is dropped unseen; what it refuses is collected, so that one error lists everyth
 """
 
 import difflib
-import json
 import re
-import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
-
-import yaml
+from typing import Any
 
 from ...errors import ConfigError
 from ...foreign import ForeignRun
-from ..nodes import Problem, as_one_error, at, construct, mapping_of
+from ..nodes import Problem, as_one_error
+from .tree import Twice, take_in
+from .values import MOST, Values
 
 NAMES = {
     "llamafactory": "LLaMA-Factory", "axolotl": "Axolotl", "trl": "TRL", "torchtune": "torchtune", "swift": "ms-swift",
@@ -25,10 +23,9 @@ NAMES = {
 }  # fmt: skip
 #: An unknown key this close to a known one is a slip of the pen, not a key of another version.
 _SLIP = 0.88
-#: Aliases can make a small file a very large tree.
-_MOST_NODES = 20_000
 #: Example files stand this deep in the tools' own repositories, whose top is where they are started.
 _LEVELS = 5
+_MOST_TOKENS = 2**28  # of one micro-batch
 _DATA_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 
 
@@ -42,101 +39,20 @@ class Foreign:
     """Keys of our run file (``lora.rank``) with their values, the tool's defaults among them."""
     ignored: tuple[str, ...]
     """Keys without effect on memory, and keys whose meaning our run file has no counterpart for."""
+    told: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Field of ``run`` -> the key that tells it and the place of its value, where a model's config decides whether it is
+    right."""
 
 
 @dataclass
-class Sheet:
-    """One file. ``values`` is the file as plain data; a value of null counts as not there, as it does in every tool."""
+class Sheet(Values):
+    """One file: what it says, what of it was read, and what is said about it."""
 
-    tool: str
-    path: Path
-    values: dict[str, Any]
-    places: dict[str, tuple[str, str]]
-    """Key -> place of the key, place of its value."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     wish: dict[str, object] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value as it is; reading it marks it as read."""
-        self.seen.add(key)
-        found: Any = self.values
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return default if found is None else found
-
-    def has(self, key: str) -> bool:
-        """Whether a value other than null is there, without counting as read."""
-        was = key in self.seen
-        found = self.get(key) is not None
-        if not was:
-            self.seen.discard(key)
-        return found
-
-    def whole(self, key: str, default: int, least: int = 1) -> int:
-        """A whole number of at least ``least``."""
-        value = self.get(key, default)
-        number = _number(value)
-        if number is None or number != int(number) or number < least:
-            self.wrong(key, f"must be a whole number of at least {least}, not {_shown(value)}")
-        return int(number)
-
-    def number(self, key: str, default: float) -> float:
-        """A number; ``2e-5`` too, which YAML 1.1 takes for text."""
-        value = self.get(key, default)
-        number = _number(value)
-        if number is None:
-            self.wrong(key, f"must be a number, not {_shown(value)}")
-        return number
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.get(key, default)
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if not isinstance(value, bool):
-            self.wrong(key, f"must be true or false, not {_shown(value)}")
-        return value
-
-    def text(self, key: str, default: str = "") -> str:
-        value = self.get(key, default)
-        if isinstance(value, bool | dict | list):
-            self.wrong(key, f"must be text, not {_shown(value)}")
-        return str(value)
-
-    def model(self, key: str) -> str:
-        """The model's name as it is written."""
-        name = self.text(key).strip()
-        return name or self.wrong(key, "names no model")
-
-    def names(self, key: str) -> tuple[str, ...]:
-        """A list of names, also written as one text with commas."""
-        value = self.get(key, [])
-        items = value.split(",") if isinstance(value, str) else value
-        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-            self.wrong(key, f"must be a list of names, not {_shown(value)}")
-        return tuple(item.strip() for item in items if item.strip())
-
-    def section(self, key: str) -> dict[str, Any]:
-        """A mapping read as a whole, or an empty one; transformers takes it as JSON text too."""
-        value = self.get(key, {})
-        if isinstance(value, str):
-            value = _json_or_none(value)
-        if not isinstance(value, dict):
-            self.wrong(key, f"must be a section of keys, not {_shown(value)}")
-        return value
-
-    def choice(self, key: str, default: str, meanings: Mapping[str, Any]) -> Any:
-        """What a word of a closed list stands for."""
-        word = self.text(key, default).lower()
-        if word not in meanings:
-            self.wrong(key, f"must be one of {', '.join(meanings)}, not {_shown(word)}")
-        return meanings[word]
-
-    def wrong(self, key: str, message: str) -> NoReturn:
-        """A value no reader could use: stop here."""
-        raise ConfigError(f"'{key}' {message}", where=self.where(key, value=True))
+    twice: list[Twice] = field(default_factory=list)
 
     def refuse(self, key: str, reason: str, hint: str = "") -> None:
         """Something that neither a simulation nor a run of ours can express; told with all others by ``check``."""
@@ -155,10 +71,13 @@ class Sheet:
         if self.problems:
             raise as_one_error(self.problems)
 
-    def where(self, key: str, value: bool = False) -> str:
-        while key and key not in self.places:
-            key = key.rpartition(".")[0]
-        return self.places[key][1 if value else 0] if key else str(self.path)
+    def tell_twice(self, refused: bool) -> None:
+        """Keys that stand twice, as the tool's own parser has it: an error there, or the last one counts."""
+        for one in self.twice:
+            if refused:
+                self.problems.append(Problem(one.second, f"key '{one.key}' stands here twice", f"first at {one.first}"))
+            else:
+                self.note(f"'{one.key}' stands twice, at {one.first} and {one.second}: the last one counts there")
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -177,7 +96,14 @@ class Sheet:
         ignored = dict.fromkeys([*self._unread(), *self.lost])
         self._inner_slips(ignored)
         self.check()
-        return Foreign(self.tool, replace(run, notes=tuple(self.notes)), tuple(self.wish.items()), tuple(ignored))
+        if run.max_length > MOST["max_length"] or run.micro_batch_size * run.max_length > _MOST_TOKENS:
+            key, where = self.told.get("max_length", self.told.get("micro_batch_size", ("max_length", str(self.path))))
+            raise ConfigError(
+                f"'{key}': {run.micro_batch_size:,} rows of {run.max_length:,} tokens are more than a step can have",
+                where=where, hint=f"a micro-batch of at most {_MOST_TOKENS:,} tokens can be simulated",
+            )  # fmt: skip
+        told = replace(run, notes=tuple(self.notes))
+        return Foreign(self.tool, told, tuple(self.wish.items()), tuple(ignored), self.told)
 
     def data_file(self, name: str) -> str | None:
         """A training file that finefit's readers open, looked for from the file's folder upwards; None if not there."""
@@ -224,10 +150,8 @@ class Sheet:
 
 def open_sheet(path: Path) -> Sheet:
     """Read a YAML file; the tool is not known yet."""
-    with mapping_of(path) as (loader, root):
-        places = _places(path, loader, root)
-        values = construct(path, loader, root)
-    return Sheet("", path, {str(key): value for key, value in values.items()}, places)
+    values, tree = take_in(path)
+    return Sheet("", path, values, tree.places, twice=tree.twice)
 
 
 def resolved(sheet: Sheet) -> None:
@@ -262,51 +186,8 @@ def _looked_up(sheet: Sheet, key: str, name: str) -> Any:
     return found
 
 
-def _places(path: Path, loader: yaml.SafeLoader, root: yaml.MappingNode) -> dict[str, tuple[str, str]]:
-    """Where each key of the file and its value stand. Values are made one by one, so that a wrong one has its place."""
-    places: dict[str, tuple[str, str]] = {}
-    visited = 0
-
-    def visit(prefix: str, node: yaml.Node) -> None:
-        nonlocal visited
-        visited += 1
-        if visited > _MOST_NODES:
-            raise ConfigError("this is too large for a run file", where=str(path))
-        if isinstance(node, yaml.MappingNode):
-            loader.flatten_mapping(node)
-            for key_node, value_node in node.value:
-                key = f"{prefix}{construct(path, loader, key_node)}"
-                places[key] = (at(path, key_node), at(path, value_node))
-                visit(f"{key}.", value_node)
-        elif isinstance(node, yaml.SequenceNode):
-            for one in node.value:
-                visit(f"{prefix}-.", one)
-        else:
-            construct(path, loader, node)
-
-    visit("", root)
-    return places
-
-
 def _is_unread(key: str, value: Any, seen: list[str]) -> bool:
     return value is not None and not any(one == key or one.startswith(f"{key}.") for one in seen)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if abs(number) < 1e30 else None
-
-
-def _json_or_none(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _is_file(path: Path) -> bool:
@@ -314,7 +195,3 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name that is too long for one
         return False
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)

@@ -10,11 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...errors import did_you_mean
 from ...foreign import Dtype, ForeignRun, Spread
 from . import hf, optimizers
 from .known import TORCHTUNE
 from .sharding import Degrees, Sharding, spread
 from .sheet import Foreign, Sheet
+from .values import LAST_SEED
 
 _UNEXPRESSED = {
     "teacher_model": "distilling a teacher is not expressed", "quantizer": hf.QAT, "policy_model": hf.PREFERENCE,
@@ -29,6 +31,7 @@ _LOSSES: dict[str, hf.Loss] = {
 _DTYPES: dict[str, Dtype] = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "fp16": "float16",
 }  # fmt: skip
+_NAMES_OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj")
 _NAMES_OF_MLP = ("gate_proj", "down_proj", "up_proj")
 _DISTRIBUTED = (
     "custom_sharded_layers", "fsdp_cpu_offload", "fsdp_reshard_after_forward", "tensor_parallel_dim", "tensor_parallel_plan",
@@ -69,15 +72,15 @@ def read(sheet: Sheet, devices: int | None = None) -> Foreign:
     method: Literal["full", "lora"] = "lora" if model.adapts else "full"
     adapter = _adapter(sheet, model) if model.adapts else {}
     kernel = sheet.text("loss._component_").rpartition(".")[2]
-    if kernel not in _LOSSES and sheet.has("loss"):
+    if kernel and kernel not in _LOSSES:
         sheet.refuse("loss", f"{kernel}: {hf.PREFERENCE if 'PO' in kernel else 'a loss that is not expressed'}")
     sheet.check(TORCHTUNE)
     how, over = _spread(sheet, devices)
     checkpoints = sheet.flag("enable_activation_checkpointing")
     some = sheet.text("ac_mode") == "selective"
     run = ForeignRun(
-        tool="torchtune", model=model.hub_id, method=method, micro_batch_size=sheet.whole("batch_size", 1),
-        max_length=_length(sheet), accumulation=sheet.whole("gradient_accumulation_steps", 1),
+        tool="torchtune", model=model.hub_id, method=method, micro_batch_size=sheet.size("micro_batch_size", "batch_size", 1),
+        max_length=_length(sheet), accumulation=sheet.size("accumulation", "gradient_accumulation_steps", 1),
         packed=sheet.flag("dataset.packed"), lengths=hf.lengths(sheet, sheet.flag("dataset.packed")), frozen_dtype=dtype, trained_dtype=dtype, compute_dtype=dtype,
         quantised="nf4_double" if model.packs else "", optimizer=optimizer.name,
         optimizer_bits=optimizer.bits_with(dtype), foreach=optimizer.foreach, paged=optimizer.paged,
@@ -98,6 +101,12 @@ def _refusals(sheet: Sheet) -> _Model:
     missing = next((key for key in ("loss", "optimizer", "dataset", "model") if not sheet.has(key)), "")
     if missing and not sheet.problems:
         sheet.refuse(next(iter(sheet.values), ""), f"a file without '{missing}' trains nothing")
+    for key in ("loss", "optimizer", "dataset", "model"):
+        if sheet.has(key) and not sheet.text(f"{key}._component_"):
+            example = "torchtune.models.llama3_2.llama3_2_1b" if key == "model" else "the class or builder to make"
+            sheet.refuse(
+                key, "names no _component_; torchtune refuses this too", f"say {key}: {{_component_: {example}}}"
+            )
     data = sheet.text("dataset._component_")
     if "multimodal" in data or "vision" in data:
         sheet.refuse("dataset", "images are not expressed")
@@ -110,7 +119,7 @@ def _model(sheet: Sheet) -> _Model:
     builder = sheet.text("model._component_").rpartition(".")[2]
     found = _BUILDER.fullmatch(builder)
     if not found:
-        if sheet.has("model"):
+        if builder:
             kind = "a model that also takes images" if "vision" in builder or "llama4" in builder else "not known here"
             sheet.refuse("model", f"the builder {builder} is {kind}")
         return _Model("", False, False)
@@ -126,15 +135,22 @@ def _model(sheet: Sheet) -> _Model:
 
 def _adapter(sheet: Sheet, model: _Model) -> dict[str, Any]:
     """Targets by transformers' names: torchtune calls the output projection of attention ``output_proj``."""
-    names = [name.replace("output_proj", "o_proj") for name in sheet.names("model.lora_attn_modules")]
+    given = sheet.names("model.lora_attn_modules")
+    if not given or any(name not in _NAMES_OF_ATTENTION for name in given):
+        hint = next((near for name in given if (near := did_you_mean(name, _NAMES_OF_ATTENTION))), "")
+        told = ", ".join(given) or "nothing"
+        sheet.refuse(
+            "model.lora_attn_modules", f"{told}: one or more of {', '.join(_NAMES_OF_ATTENTION)} are needed", hint
+        )
+    names = [name.replace("output_proj", "o_proj") for name in given]
     if sheet.flag("model.apply_lora_to_mlp"):
         names += _NAMES_OF_MLP
     if sheet.flag("model.apply_lora_to_output"):
         names.append("lm_head")
     sheet.loses("model.use_dora", "model.apply_lora_to_output")
     return {
-        "rank": sheet.whole("model.lora_rank", 8), "targets": tuple(names),
-        "lora_dropout": sheet.number("model.lora_dropout", 0.0), "dora": sheet.flag("model.use_dora"),
+        "rank": sheet.size("rank", "model.lora_rank", 8), "targets": tuple(names),
+        "lora_dropout": sheet.share("model.lora_dropout", 0.0), "dora": sheet.flag("model.use_dora"),
     }  # fmt: skip
 
 
@@ -184,7 +200,7 @@ def _degrees(sheet: Sheet) -> Degrees | None:
 
 def _length(sheet: Sheet) -> int:
     if sheet.has("tokenizer.max_seq_len"):
-        return sheet.whole("tokenizer.max_seq_len", LONGEST)
+        return sheet.size("max_length", "tokenizer.max_seq_len", LONGEST)
     sheet.note(f"no tokenizer.max_seq_len, rows are as long as the longest example: {LONGEST} is assumed")
     return LONGEST
 
@@ -205,7 +221,7 @@ def _wishes(sheet: Sheet, run: ForeignRun) -> None:
     sheet.wants("train.max_grad_norm", sheet.number("clip_grad_norm", 0.0))
     sheet.wants("train.order", "shuffled" if sheet.flag("shuffle", True) else "as_given")
     if sheet.has("seed"):
-        sheet.wants("seed", sheet.whole("seed", 0, 0))
+        sheet.wants("seed", sheet.whole("seed", 0, 0, LAST_SEED))
     if sheet.has("output_dir"):
         sheet.wants("output_dir", sheet.text("output_dir"))
     for key in ("tokenizer._component_", "checkpointer", "lr_scheduler._component_"):

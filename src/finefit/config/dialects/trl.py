@@ -90,6 +90,10 @@ def _quantised(sheet: Sheet, model: str, method: str) -> Quantised:
     four, eight = sheet.flag("load_in_4bit"), sheet.flag("load_in_8bit")
     if (four or eight) and method == "full":
         sheet.refuse("load_in_4bit" if four else "load_in_8bit", "packed weights cannot be trained without use_peft")
+    if four and eight:
+        sheet.refuse(
+            "load_in_8bit", "weights in 4 and in 8 bits at once; TRL refuses this too", "switch one of them off"
+        )
     sheet.get("bnb_4bit_quant_type")
     sheet.get("bnb_4bit_quant_storage")
     if four:
@@ -119,7 +123,7 @@ def _adapter(sheet: Sheet, model: str) -> dict[str, Any]:
     if not sheet.has("lora_target_modules"):
         named = hf.peft_targets(sheet, model)
     return {
-        "rank": sheet.whole("lora_r", 16), "targets": named, "lora_dropout": sheet.number("lora_dropout", 0.05),
+        "rank": sheet.size("rank", "lora_r", 16), "targets": named, "lora_dropout": sheet.share("lora_dropout", 0.05),
         "dora": sheet.flag("use_dora"), "trained_modules": sheet.names("lora_modules_to_save"),
     }  # fmt: skip
 
@@ -142,7 +146,7 @@ def _length(sheet: Sheet) -> int:
     if key in sheet.values and sheet.get(key) is None:
         sheet.note(f"{key} is null, rows are as long as the longest example: {LONGEST} is assumed")
         return LONGEST
-    return sheet.whole(key, 1024)
+    return sheet.size("max_length", key, 1024)
 
 
 def _packed(sheet: Sheet, kind: hf.Attention) -> bool:
@@ -166,6 +170,7 @@ def _checkpointing(sheet: Sheet, how: Sharding) -> dict[str, Any]:
 def _wishes(sheet: Sheet, run: ForeignRun) -> None:
     sheet.wants("model", run.model)
     name = sheet.text("dataset_name")
+    sheet.sections("datasets")
     sheet.wants("data", found := sheet.data_file(name))
     if not found:
         sheet.lost += [key for key in ("dataset_name", "datasets") if sheet.get(key)]
