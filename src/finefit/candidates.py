@@ -247,8 +247,7 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
     if chunk:
         chosen.append(FusedLoss(chunk))
     chosen.append(Accumulation(size, tokens, work.most_steps))
-    max_norm = float(job.pin("max_grad_norm") or 1.0)
-    chosen.append(Clipping(max_norm if max_norm > 0 else float("inf")))
+    chosen.append(Clipping(float(job.pin("max_grad_norm") or 1.0)))
     return in_order(chosen)
 
 

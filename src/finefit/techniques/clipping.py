@@ -1,7 +1,6 @@
 """Clipping of the global gradient norm, all tensors at once. Exact: it is part of the update the user asked for."""
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,13 +19,14 @@ class Clipping(Technique):
     exact = True
 
     max_norm: float = 1.0
+    """0: gradients are not clipped."""
 
     def apply(self, run: "Run") -> None:
-        if math.isfinite(self.max_norm):
+        if self.max_norm:
             run.clip = functools.partial(clip, max_norm=self.max_norm)
 
     def describe(self) -> str:
-        if not math.isfinite(self.max_norm):
+        if not self.max_norm:
             return "gradients are not clipped"
         return f"gradients clipped to a global norm of {self.max_norm:g}"
 
