@@ -115,8 +115,7 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
         ("memory", "micro_batch_tokens"): split.micro_batch_tokens,
     }
     if "clipping" in of:
-        norm = of["clipping"].max_norm
-        found["train", "max_grad_norm"] = 0.0 if norm == float("inf") else norm
+        found["train", "max_grad_norm"] = of["clipping"].max_norm
     if "quantized_base" in of:
         found |= {("qlora", key): getattr(of["quantized_base"], key) for key in ("bits", "scales")}
     if lora is not None:

@@ -129,10 +129,11 @@ def test_a_plan_replaces_an_earlier_one_and_what_is_empty(plan, tmp_path):
     assert (tmp_path / "link.json").is_symlink()
 
 
-def test_an_infinite_clip_is_read_back(plan, tmp_path):
+def test_no_clipping_is_plain_json_and_read_back(plan, tmp_path):
     free = tuple(Clipping(0.0) if t.name == "clipping" else t for t in plan.techniques)
     dataclasses.replace(plan, techniques=free).save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json").technique("clipping") == Clipping(0.0)
+    assert "Infinity" not in (tmp_path / "plan.json").read_text()
 
 
 def test_every_technique_is_read_back():
