@@ -58,7 +58,7 @@ def plan(  # noqa: PLR0913 (each is an option)
     from .terminal.planned import plan_view
 
     if diff:
-        _show_diff(words or [])
+        _show_diff(words or [], as_json)
         return
     if _is_foreign(words or []):
         unheard = {"--budget": budget, "--method": method, "--max-length": max_length, "-o": output}
@@ -286,14 +286,18 @@ def _carry_out(job: Any, log_format: str, resumed: bool) -> None:
     print(f"done: {job.folder}  (finefit report {job.folder}, finefit chat {job.folder})", file=sys.stderr)
 
 
-def _show_diff(words: list[str]) -> None:
+def _show_diff(words: list[str], as_json: bool) -> None:
     from .plan import diff, load
     from .terminal.planned import diff_view
 
     if len(words) != 2:
         raise ConfigError("--diff compares two plan files", hint="finefit plan --diff A.json B.json")
     a, b = (load(Path(word)) for word in words)
-    diff_view(diff(a, b), words)
+    rows = diff(a, b)
+    if as_json:
+        print(json.dumps([{"what": what, "a": one, "b": other} for what, one, other in rows], indent=1))
+    else:
+        diff_view(rows, words)
 
 
 # Read once, when a process starts. Idle OpenMP threads spin for a moment, then sleep: spinning on costs 8 ms an operator

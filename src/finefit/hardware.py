@@ -26,7 +26,7 @@ CONTEXT_BYTES = 600 * MIB
 # What a driver keeps for itself where nobody has written down what programs see: known cards keep 0.4 to 2 %.
 _DRIVER_SHARE = 0.015
 _MOST_DEVICES = 100_000  # no cluster has more; beyond it is a slip of the hand
-_STAND_IN = "RTX 3090"  # rates of a device of which only the memory is known: a middling card
+UNNAMED, STAND_IN = "GPU with", "RTX 3090"  # rates of a device of which only the memory is known: a middling card
 # One core's matmul rate. avx512f, amx_bf16: 2,048-cubed products with PyTorch 2.13 on 2 cores of a Sapphire Rapids
 # (295 and 1,866 GFLOP/s together). The others are scaled by vector width from those, not measured.
 _CORE_FLOPS_PER_S = {"avx512f": 147e9, "avx2": 60e9, "none": 20e9, "amx_bf16": 930e9, "amx_fp16": 930e9}
@@ -148,7 +148,7 @@ class HardwareSpec:
         if memory_bytes <= CONTEXT_BYTES:
             hint = f"a device context alone takes {format_bytes(CONTEXT_BYTES)}"
             raise ConfigError(f"a GPU of {format_bytes(memory_bytes)} cannot be used", hint=hint)
-        name = f"GPU with {format_bytes(memory_bytes)}"
+        name = f"{UNNAMED} {format_bytes(memory_bytes)}"
         rates = _catalogued_rates(_stand_in())
         return cls(name, "cuda", memory_bytes, count, context_bytes=CONTEXT_BYTES, **rates)
 
@@ -212,9 +212,9 @@ def _catalogued_rates(gpu: CatalogGpu) -> dict[str, Any]:
 
 
 def _stand_in() -> CatalogGpu:
-    gpu = find_gpu(_STAND_IN)
+    gpu = find_gpu(STAND_IN)
     if gpu is None:
-        raise RuntimeError(f"gpus.json has lost {_STAND_IN}")
+        raise RuntimeError(f"gpus.json has lost {STAND_IN}")
     return gpu
 
 

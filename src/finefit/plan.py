@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from .errors import CheckpointError, ConfigError
 from .files import replaceable, write_atomically
-from .footprint import Footprint
+from .footprint import LABELS, MOMENT_LABELS, Footprint
 from .techniques import TECHNIQUES, Technique, from_json
 from .units import format_bytes, format_seconds
 
@@ -246,16 +246,17 @@ def diff(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
         ("method", a.method, b.method),
         ("global batch", str(a.global_batch_size), str(b.global_batch_size)),
         ("micro-batch", str(a.micro_batch_size), str(b.micro_batch_size)),
-        ("accumulation", str(a.gradient_accumulation_steps), str(b.gradient_accumulation_steps)),
+        ("micro-batches a step", str(a.gradient_accumulation_steps), str(b.gradient_accumulation_steps)),
         ("budget", format_bytes(a.budget_bytes), format_bytes(b.budget_bytes)),
     ]
     for name in dict.fromkeys(t.name for t in (*a.techniques, *b.techniques)):
-        one, other = a.technique(name), b.technique(name)
-        rows.append((name, one.describe() if one else "off", other.describe() if other else "off"))
+        in_a, in_b = a.technique(name), b.technique(name)
+        rows.append((name, in_a.describe() if in_a else "off", in_b.describe() if in_b else "off"))
     rows.append(("peak", format_bytes(a.predicted.total_bytes), format_bytes(b.predicted.total_bytes)))
-    rows.append(("moment of the peak", a.predicted.peak_moment, b.predicted.peak_moment))
+    one, other = (MOMENT_LABELS[p.predicted.peak_moment] for p in (a, b))
+    rows.append(("moment of the peak", one, other))
     ours, theirs = (p.predicted.moments[p.predicted.peak_moment] for p in (a, b))
     for component in dict.fromkeys((*ours, *theirs)):
-        rows.append((component, format_bytes(ours.get(component, 0)), format_bytes(theirs.get(component, 0))))
+        rows.append((LABELS[component], format_bytes(ours.get(component, 0)), format_bytes(theirs.get(component, 0))))
     rows.append(("time per step", format_seconds(a.seconds_per_step), format_seconds(b.seconds_per_step)))
     return [row for row in rows if row[1] != row[2]]

@@ -23,6 +23,7 @@ from .candidates import (
 )  # fmt: skip
 from .errors import ConfigError, DoesNotFit, EngineError
 from .footprint import LABELS, MOMENT_LABELS
+from .hardware import STAND_IN, UNNAMED
 from .mesh import Mesh
 from .plan import Alternative, Plan
 from .spec import JobSpec
@@ -111,6 +112,8 @@ def _caveats(question: Question) -> list[str]:
         notes.append("stored in float16, held in bfloat16: matrix products are rounded to it anyway")
     if question.hardware.kind == "cuda":
         notes.append("attention is counted as it runs on a CPU, and no slack of the allocator: --verify simulates both")
+    if question.hardware.name.startswith(UNNAMED):
+        notes.append(f"of a size alone no rates are known: the seconds are those of an {STAND_IN}")
     if question.hardware.count > 1:
         notes.append("for planning: what trains here trains on one device")
         if not question.hardware.network_bytes_per_s and question.hardware.count > per_machine(question.hardware):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from finefit import cli
 from finefit.batches import Uniform
 from finefit.candidates import Question
 from finefit.errors import ConfigError
@@ -244,3 +245,10 @@ def test_a_plan_is_never_edited(plan):
 
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps(golden_plans(), indent=1) + "\n")
+
+
+def test_a_difference_as_json(plan, tmp_path, capsys):
+    plan.save(tmp_path / "a.json")
+    dataclasses.replace(plan, method="full").save(tmp_path / "b.json")
+    cli._show_diff([str(tmp_path / "a.json"), str(tmp_path / "b.json")], as_json=True)
+    assert json.loads(capsys.readouterr().out) == [{"what": "method", "a": plan.method, "b": "full"}]

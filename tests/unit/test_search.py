@@ -359,3 +359,11 @@ def test_known_models_are_planned_from_shipped_coefficients(name, monkeypatch):
     job = dataclasses.replace(LORA, max_length=512, longest=512)
     plan = search(ask("90%", job, resolve_model(name), HardwareSpec.from_name("H100")))
     assert plan.predicted.total_bytes <= plan.budget_bytes
+
+
+def test_seconds_of_a_size_say_whose_they_are():
+    said = "of a size alone no rates are known: the seconds are those of an RTX 3090"
+    sizes = [
+        said in search(ask("96%", LORA, hardware=HardwareSpec.from_name(name))).notes for name in ("24GiB", "RTX 4090")
+    ]
+    assert sizes == [True, False]
