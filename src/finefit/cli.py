@@ -213,7 +213,7 @@ def _config(words: list[str], options: list[str]) -> Any:
 
     names = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in names]
-    _said_once([*overrides, *options])
+    _agree(overrides, options)
     if names and names[0].endswith((".yaml", ".yml")):
         if len(names) > 1:
             raise ConfigError(f"'{names[1]}' after a run file is not a setting", hint="say key=value")
@@ -223,11 +223,11 @@ def _config(words: list[str], options: list[str]) -> Any:
     return standing(load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False))))
 
 
-def _said_once(settings: list[str]) -> None:
-    said: dict[str, str] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if said.setdefault(key, value) != value:
+def _agree(overrides: list[str], options: list[str]) -> None:
+    """Of one key said often the last word counts, as in other tools; an option beside it must say the same."""
+    said = dict(word.split("=", 1) for word in overrides if "=" in word)
+    for key, _, value in (option.partition("=") for option in options):
+        if said.get(key, value) != value:
             raise ConfigError(f"{key} is said twice: {said[key]} and {value}", hint="leave one of them out")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finefit import phases
+from finefit import cli, phases
 from finefit.batches import Uniform
 from finefit.candidates import Question
 from finefit.config import Config
@@ -104,3 +104,9 @@ def test_two_devices_that_contradict_each_other_are_refused() -> None:
     config = Config.model_validate({"model": "m", "hardware": {"device": "cpu"}})
     with pytest.raises(ConfigError, match=r"hardware\.device=cpu and --gpu H100 contradict each other"):
         hardware_of(config, "H100")
+
+
+def test_an_option_and_a_setting_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="method is said twice: full and lora"):
+        cli._config(["m", "method=qlora", "method=full"], ["method=lora"])
+    assert cli._config(["m", "method=qlora", "method=lora"], ["method=lora"]).method == "lora"
