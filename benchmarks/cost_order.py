@@ -1,6 +1,6 @@
 """Predicted against measured order of plans: twelve ways to run the same job on this CPU, and Spearman's rank correlation.
 
-    python benchmarks/cost_order.py --model MODEL [--rounds 3] [--out FILE]      writes benchmarks/results/cost-order-cpu.json
+    python benchmarks/cost_order.py --model MODEL [--rounds 3] [--add] [--out FILE]      writes benchmarks/results/cost-order-cpu.json
 
 The job is LoRA on SmolLM2-135M with the built-in data; the plans differ in micro-batch, checkpointing, precision, loss
 chunk, fused ops and packing. Each plan runs in a process of its own: one step to warm up, then two that are timed on the
@@ -112,17 +112,18 @@ def main() -> None:
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--plans", type=int, default=len(PLANS), help="only so many of them")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--add", action="store_true", help="to the rounds that the result file has, of this machine")
     parser.add_argument("--one", type=int, default=None, help="measure this one in this process and print it")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "cost-order-cpu.json")
     given = parser.parse_args()
     if given.one is not None:
         print(json.dumps(measure(given.model, PLANS[given.one][1])))
         return
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = json.loads(given.out.read_text())["plans"] if given.add else []
     for turn in range(given.rounds):
         for number, (says, _) in enumerate(PLANS[: given.plans]):
             row = {"plan": says, **in_a_process(given.model, number)}
-            row["rounds_s"] = [*(rows[number]["rounds_s"] if turn else []), row["measured_s"]]
+            row["rounds_s"] = [*(rows[number]["rounds_s"] if turn or given.add else []), row["measured_s"]]
             row["measured_s"] = min(row["rounds_s"])
             rows[number:] = [row, *rows[number + 1 :]]
             print(
