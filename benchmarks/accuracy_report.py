@@ -169,12 +169,15 @@ def write(pairs: Sequence[Pair]) -> None:
     (docs / "accuracy-published.svg").write_text(picture(pairs))
     for language, words in WORDS.items():
         page = docs / language / "accuracy.md"
-        marks = r"(<!-- published -->\n).*?\n?(<!-- /published -->)"
-        text = re.sub(marks, lambda m, w=words: m[1] + table(found, w) + "\n" + m[2], page.read_text(), flags=re.S)  # type: ignore[misc]
-        marks = r"(<!-- against -->\n).*?\n?(<!-- /against -->)"
-        text = re.sub(marks, lambda m, w=words: m[1] + against(pairs, w) + "\n" + m[2], text, flags=re.S)  # type: ignore[misc]
-        marks = r"(<!-- corrected -->\n).*?\n?(<!-- /corrected -->)"
-        text = re.sub(marks, lambda m, w=words: m[1] + corrected(pairs, w) + "\n" + m[2], text, flags=re.S)  # type: ignore[misc]
+        text = page.read_text()
+        written = {
+            "published": table(found, words),
+            "against": against(pairs, words),
+            "corrected": corrected(pairs, words),
+        }
+        for mark, lines in written.items():
+            between = rf"(<!-- {mark} -->\n).*?\n?(<!-- /{mark} -->)"
+            text = re.sub(between, lambda m, lines=lines: f"{m[1]}{lines}\n{m[2]}", text, flags=re.S)  # type: ignore[misc]
         page.write_text(text)
 
 

@@ -65,7 +65,7 @@ def measure(model: str, settings: Sequence[str]) -> dict[str, Any]:
     timed = FromOrder(steps[WARM:], data.store.lengths.tolist(), data.store.labelled.tolist())
     question = Question(spec, hardware, job, timed, planning.budget_of(config, hardware))
     ((size, tokens),) = splits(question)
-    work = timed.work(size, tokens, job.pin("packing") == "false")
+    work = question.work(size, tokens)
     blocks = spec.num_hidden_layers if job.pin("checkpointing") == "all" else int(job.pin("checkpointing") or 0)
     techniques = techniques_of(question, size, tokens, work, blocks)
     predicted = seconds_per_step(rewrite(spec, work.largest[0], techniques), work, hardware)
@@ -123,7 +123,7 @@ def main() -> None:
     for turn in range(given.rounds):
         for number, (says, _) in enumerate(PLANS[: given.plans]):
             row = {"plan": says, **in_a_process(given.model, number)}
-            row["rounds_s"] = [*(rows[number]["rounds_s"] if turn or given.add else []), row["measured_s"]]
+            row["rounds_s"] = [*(rows[number]["rounds_s"] if number < len(rows) else []), row["measured_s"]]
             row["measured_s"] = min(row["rounds_s"])
             rows[number:] = [row, *rows[number + 1 :]]
             print(

@@ -25,7 +25,7 @@ from .catalog import find_model, model_names
 from .catalog.folders import read_headers
 from .catalog.resolve import cached_snapshot, locate_model
 from .errors import EngineError, ModelError, did_you_mean
-from .files import sync_folder
+from .files import sync_folder, user_cache
 from .units import format_bytes
 
 # what transformers reads of a repository: weights, configs, tokenizers (sentencepiece's are *.model), templates
@@ -99,8 +99,8 @@ def model_folder(text: str, tell: Tell = lambda _: None) -> Asset:
 
 
 def models_cache() -> Path:
-    """Where models made by finefit are: XDG_CACHE_HOME or ~/.cache, then finefit/models."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "finefit" / "models"
+    """Where models made by finefit are."""
+    return user_cache("models")
 
 
 def lacking(folder: Path) -> str:

@@ -209,9 +209,10 @@ def fits(
 def _config(words: list[str], options: list[str]) -> Any:
     """A run file or MODEL [DATA], then key=value overrides; options are overrides too."""
     from .config import load
+    from .config.load import names_in
     from .planning import standing
 
-    names = [word for word in words if "=" not in word or Path(word).exists()]
+    names = names_in(words)
     overrides = [word for word in words if word not in names]
     _agree(overrides, options)
     if names and names[0].endswith((".yaml", ".yml")):
@@ -233,7 +234,9 @@ def _agree(overrides: list[str], options: list[str]) -> None:
 
 def _is_foreign(words: list[str]) -> bool:
     """Whether the first word that is no setting is another tool's run file."""
-    named = next((Path(word) for word in words if "=" not in word or Path(word).exists()), None)
+    from .config.load import names_in
+
+    named = next((Path(name) for name in names_in(words)), None)
     if named is None or named.suffix not in (".yaml", ".yml") or not named.is_file():
         return False
     from .config.dialects import is_foreign

@@ -81,7 +81,7 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     calls += work.mean_tokens / _QUERY_ROWS * depth * (1 + again / 3) * on.rows_s
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
     moved += on.low_rank_passes * work.mean_tokens * _low_rank_bytes(layout) * (1 + again / 4)
-    moved += (scores + _loss_bytes(layout, work, on)) * _bytes(layout) / 2
+    moved += (scores + _loss_bytes(layout, work, on)) * layout.element_bytes / 2
     traffic = moved / hardware.bandwidth_bytes_per_s
     return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
 
@@ -120,7 +120,7 @@ def _met_share(layout: Layout, role: str) -> float:
 def _low_rank_bytes(layout: Layout) -> float:
     """Bytes of one token going into and coming out of all low-rank products, whose arithmetic is nothing beside them."""
     adapters = sum(g.numel * g.count for g in layout.groups if "lora_" in g.name)
-    return adapters / max(layout.rank, 1) * _bytes(layout)
+    return adapters / max(layout.rank, 1) * layout.element_bytes
 
 
 def _rows(layout: Layout, work: Work) -> float:
@@ -143,15 +143,10 @@ def _loss_bytes(layout: Layout, work: Work, on: Efficiency) -> float:
     return rows * model.vocab_size * on.logit_bytes[not layout.loss_chunk] + weight
 
 
-def _bytes(layout: Layout) -> int:
-    """Bytes of an element as the blocks compute."""
-    return 4 if layout.graph[0] == "fp32" else 2
-
-
 def _elementwise_bytes(layout: Layout) -> float:
     """Bytes of one block's intermediate values for one token."""
     model = layout.model
     inner = model.experts_per_token * model.moe_intermediate_size + model.shared_intermediate_size
     width = 6 * model.hidden_size + 2 * model.q_width + 2 * model.kv_width + 3 * (inner or model.intermediate_size)
     fused = 1.0 if "fused_ops" in layout.graph else 1.6
-    return width * fused * _bytes(layout)
+    return width * fused * layout.element_bytes

@@ -97,24 +97,19 @@ class DeepSpeed(Rank):
             self.passing(8 * self.largest_share())  # a gradient's norm is taken in fp64
             for i, numel in enumerate(self.groups()):
                 self._step(i, numel)
-        for entry, sign in events:
-            if sign < 0 and entry in self.at:
-                self.new.died(self.at.pop(entry))
+        self.drop(events)
 
     def largest_share(self) -> int:
         return -(-self.largest // self.ranks)
 
     def _step(self, group: int, numel: int) -> None:
-        run = self.run
-        self.hold("joined", BYTES[run.compute_dtype] * numel)
+        self.hold("joined", BYTES[self.run.compute_dtype] * numel)
         self.hold("raised", 4 * numel)
         self.release("joined")
         self.joined()
-        for moment in range({"lion": 1, "muon": 1, "sgd": 0}.get(run.optimizer, 2) * (not run.paged)):
-            bits = run.optimizer_bits
-            each = bits / 8 if bits in (4, 8, 32) else BYTES[run.compute_dtype]
-            self.hold(f"moment {moment} of {group}", round(each * numel), owner="optimizer_state")
-        if run.foreach and run.optimizer_bits in (16, 32) and run.optimizer.startswith("adam"):
+        for moment in range(self.moments()):
+            self.hold(f"moment {moment} of {group}", round(self.moment_bytes() * numel), owner="optimizer_state")
+        if self.has_temporary():
             self.passing(4 * numel)
         self.release("raised")
 
@@ -153,15 +148,10 @@ class Replicated(DeepSpeed):
     def update(self, events: list[tuple[int, int]]) -> None:
         if self.stage == 1 and not self.run.optimizer_on_host:
             self.hold("gradients 0", self._owned(), owner="gradient")
-            self._drop(events)
+            self.drop(events, "gradient")
         super().update(events)
         if self.run.optimizer_on_host and not self.run.rounded_on_host:
             self.passing(4 * round(self.held_numel()))
-
-    def _drop(self, events: list[tuple[int, int]]) -> None:
-        for entry, sign in events:
-            if sign < 0 and entry in self.at and self.old.entries[entry].owner == "gradient":
-                self.new.died(self.at.pop(entry))
 
     def largest_share(self) -> int:
         return min(self.largest, round(self.held_numel()))

@@ -79,7 +79,7 @@ class Divided:
         whole = sum(_computed(g, layout) for g in trained)
         fresh = layout.micro_steps == 1
         self.kept = (fixed["gradient"] / whole if fresh else 0.0) if self.reduces and whole else 1.0
-        width = 4 if layout.graph[0] == "fp32" else 2
+        width = layout.element_bytes
         rows = layout.micro.tokens * layout.model.hidden_size * width
         self.rows = rows - rows // self.tensor  # that a rank gets from the others
 

@@ -14,9 +14,9 @@ from .catalog import folders, structures
 from .catalog.resolve import locate_model
 from .config import load
 from .config.dialects import Foreign
-from .config.dialects.sharding import MOST_DEVICES
+from .config.load import names_in
 from .errors import ConfigError, DoesNotFit, FinefitError, did_you_mean
-from .hardware import HardwareSpec
+from .hardware import MOST_DEVICES, HardwareSpec
 from .plan import Plan
 from .spec import ModelSpec, resolve_model
 from .witness import Simulated, Simulator, workspace_bytes
@@ -30,7 +30,7 @@ _UNHEARD = {
     "--explain": "leave it out; finefit plan MODEL --explain tells of finefit's own plans",
     "--verify": "leave it out: another tool's run is always simulated",
 }
-_MOST_EXAMPLES = 2**14  # of one step: the search's time grows with their square, ten seconds here
+_MOST_EXAMPLES = 2**14  # of one step; more are a slip of the hand
 #: Layers beside the blocks that PEFT adapts too.
 _OUTSIDE = ("lm_head", "embed_tokens", "wte", "wpe", "embed_out", "word_embeddings")
 
@@ -63,7 +63,7 @@ class Foretold:
 
 def asked(words: Sequence[str], devices: int | None, options: Sequence[str]) -> Path:
     """The file, after refusing what a run that is described by it alone does not hear."""
-    name = next(word for word in words if "=" not in word or Path(word).exists())
+    name = names_in(words)[0]
     if others := [word for word in words if word is not name]:
         hint = "change the file; --gpu and --devices are heard"
         raise ConfigError(f"'{others[0]}' beside another tool's run file", hint=hint)

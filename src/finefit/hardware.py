@@ -25,7 +25,7 @@ MIB = 2**20
 CONTEXT_BYTES = 600 * MIB
 # What a driver keeps for itself where nobody has written down what programs see: known cards keep 0.4 to 2 %.
 _DRIVER_SHARE = 0.015
-_MOST_DEVICES = 100_000  # no cluster has more; beyond it is a slip of the hand
+MOST_DEVICES = 100_000  # no cluster has more; beyond it is a slip of the hand
 UNNAMED, STAND_IN = "GPU with", "RTX 3090"  # rates of a device of which only the memory is known: a middling card
 # One core's matmul rate. avx512f, amx_bf16: 2,048-cubed products with PyTorch 2.13 on 2 cores of a Sapphire Rapids
 # (295 and 1,866 GFLOP/s together). The others are scaled by vector width from those, not measured.
@@ -189,8 +189,8 @@ def _count_of(said: str, text: str) -> int:
     if not said.isdecimal():
         raise _no_device(text, "a count is a whole number")
     digits = said.lstrip("0")
-    if len(digits) > len(str(_MOST_DEVICES)) or int(digits) > _MOST_DEVICES:
-        raise _no_device(text, f"a count ends at {_MOST_DEVICES:,}")
+    if len(digits) > len(str(MOST_DEVICES)) or int(digits) > MOST_DEVICES:
+        raise _no_device(text, f"a count ends at {MOST_DEVICES:,}")
     return int(digits)
 
 

@@ -64,6 +64,11 @@ class Layout:
     mesh: Mesh = field(default_factory=Mesh)
     """How it is divided over devices; bytes are of one of them."""
 
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation, as the blocks compute."""
+        return 4 if self.graph[0] == "fp32" else 2
+
     def with_word(self, word: str) -> Self:
         return replace(self, graph=(*self.graph, word))
 

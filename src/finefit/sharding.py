@@ -5,7 +5,6 @@ DDP: a bucket copy of all gradients. FSDP is the business of ``ranks``, DeepSpee
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -155,25 +154,30 @@ class Rank:
     def update(self, events: list[tuple[int, int]]) -> None:
         """States once, the update's temporaries, then what the old update let go of."""
         numel = self.held_numel()
-        bits = self.run.optimizer_bits
         if not self.run.optimizer_on_host:
-            each = bits / 8 if bits in (4, 8, 32) else BYTES[self.run.compute_dtype]
-            moments = 1 if self.run.optimizer in ("lion", "muon") else 0 if self.run.optimizer == "sgd" else 2
-            n_bytes = round(numel * (self.master_bytes() + moments * each * (not self.run.paged)))
-            self.hold("states", n_bytes, owner="optimizer_state")
-        for n_bytes in self.temporaries(numel):
-            self.passing(n_bytes)
+            self.hold("states", round(numel * self.moments() * self.moment_bytes()), owner="optimizer_state")
+        if self.has_temporary():
+            self.passing(round(numel * BYTES[self.run.trained_dtype]))
+        self.drop(events)
+
+    def moments(self) -> int:
+        """Tensors of states on the device."""
+        return 0 if self.run.paged else {"lion": 1, "muon": 1, "sgd": 0}.get(self.run.optimizer, 2)
+
+    def moment_bytes(self) -> float:
+        """Of an element of one of them."""
+        bits = self.run.optimizer_bits
+        return bits / 8 if bits in (4, 8, 32) else BYTES[self.run.compute_dtype]
+
+    def has_temporary(self) -> bool:
+        """Whether torch's own update makes a tensor as large as what it updates."""
+        return self.run.foreach and self.run.optimizer_bits in (16, 32) and self.run.optimizer.startswith("adam")
+
+    def drop(self, events: list[tuple[int, int]], owner: str = "") -> None:
+        """What the old update let go of: all of it, or an owner's."""
         for entry, sign in events:
-            if sign < 0 and entry in self.at:
+            if sign < 0 and entry in self.at and owner in ("", self.old.entries[entry].owner):
                 self.new.died(self.at.pop(entry))
-
-    def master_bytes(self) -> int:
-        """Of an element's copy beside the parameter."""
-        return 0
-
-    def temporaries(self, numel: float) -> Iterator[int]:
-        if self.run.foreach and self.run.optimizer_bits in (16, 32) and self.run.optimizer.startswith("adam"):
-            yield round(numel * BYTES[self.run.trained_dtype])
 
 
 def padded_share(shape: tuple[int, ...], ranks: int) -> int:

@@ -4,7 +4,7 @@ Two optimizer steps are taken, the second is kept: it has optimizer states. A sh
 block repeated (``stream.unrolled``), which is exact for blocks of one kind or a repeating pattern; models of another
 build are stepped whole. Attention, dropout and the multi-tensor update allocate as on a CUDA device.
 
-Always called through ``simulated`` of ``witness``, which runs it in a subprocess: the switches set here are the
+Asked by ``witness`` through ``answers``, in a subprocess: the switches set here are the
 process's, and a model that cannot be stepped may take the process with it.
 """
 

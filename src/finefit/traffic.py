@@ -55,7 +55,7 @@ def _tensor_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     mesh = layout.mesh
     if mesh.tensor == 1:
         return 0.0
-    width = 4 if layout.graph[0] == "fp32" else 2
+    width = layout.element_bytes
     depth = layout.model.num_hidden_layers
     passes = 4 * (2 + layout.checkpointed / depth) * depth / mesh.stages
     rows = work.mean_tokens * layout.model.hidden_size * width

@@ -32,6 +32,11 @@ class _Given:
     where: str
 
 
+def names_in(words: Iterable[str]) -> list[str]:
+    """Words of a command line that name something (a model, a file) rather than set a key."""
+    return [word for word in words if "=" not in word or os.path.exists(word)]
+
+
 def load(path: Path | None, overrides: Sequence[str] = (), positional: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a run. ``positional`` maps keys to what stood on the command line; None means not given."""
     problems: list[Problem] = []

@@ -24,6 +24,7 @@ from finefit.data.formats import Example
 from finefit.data.masks import Encoded, Masker, Tokenizer
 from finefit.data.readers import Source
 from finefit.errors import DataError
+from finefit.files import user_cache
 
 MAGIC = "finefit tokens"
 VERSION = 1
@@ -95,7 +96,7 @@ def prepare(
     """
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2 tokens, not {max_length}")
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finefit" / "tokens"
+    cache = cache or user_cache("tokens")
     folder = cache / _key(source, tokenizer, max_length, too_long)
     if folder.exists():
         try:

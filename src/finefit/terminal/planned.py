@@ -37,13 +37,9 @@ def plan_renderable(plan: Mapping[str, Any], width: int, *, ascii_only: bool = F
     if plan.get("reasons"):
         mark = "-" if ascii_only else "·"
         parts += [Text(), Text("why", style="bold"), *(Text(f"{mark} {reason}") for reason in plan["reasons"])]
-    if plan.get("notes"):
+    if notes := [note for note in plan.get("notes", ()) if note not in warnings]:
         mark = "-" if ascii_only else "·"
-        parts += [
-            Text(),
-            Text("mind", style="bold"),
-            *(Text(f"{mark} {note}") for note in plan["notes"] if note not in warnings),
-        ]
+        parts += [Text(), Text("mind", style="bold"), *(Text(f"{mark} {note}") for note in notes)]
     if plan.get("alternatives"):
         parts += [Text(), _alternatives(plan, ascii_only)]
     return Group(*parts)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from ...errors import ConfigError
 from ...foreign import Spread
+from ...hardware import MOST_DEVICES
 from .sheet import Sheet
 
-MOST_DEVICES = 100_000
 Stage = Literal[0, 1, 2, 3]
 Engine = Literal["", "ddp", "fsdp1", "fsdp2", "deepspeed", "naive"]
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
