@@ -4,9 +4,10 @@ Every file is opened again after it was written: the tensors must be there, of t
 """
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .files import replacing, write_atomically
+from .models import kept_buffers
 from .nn.lora_linear import LoRALinear
 
 ADAPTER, MODEL = "adapter_model.safetensors", "model.safetensors"
 _PREFIX = "base_model.model."
 # Names of the format (huggingface/safetensors, its README) for the types that are written here.
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -61,8 +67,8 @@ def save_trained(model: Any, folder: Path, base: str) -> None:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every distinct parameter under transformers' name; a tied head is not repeated."""
-    return {name: p.detach() for name, p in model.named_parameters()}
+    """Every distinct parameter, and what else a checkpoint holds, under transformers' name; a tied head is not repeated."""
+    return {name: p.detach() for name, p in (*model.named_parameters(), *kept_buffers(model).items())}
 
 
 def load_trained(model: torch.nn.Module, folder: Path) -> None:
@@ -74,23 +80,29 @@ def load_trained(model: torch.nn.Module, folder: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, atomically, opened again and checked; of a device's tensors one at a time is on the host."""
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_pieces(path, described, lambda name: (tensors[name],))
+
+
+def write_pieces(path: Path, described: Described, pieces: Callable[[str], Iterable[Tensor]]) -> None:
+    """The same of tensors that come as pieces, in the order of their elements; no piece outlives its writing."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         # Wide types first, as the library's own files have it, so that every tensor begins at a multiple of its width.
-        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        file.write(_header({name: tensors[name] for name in names}))
+        names = sorted(described, key=lambda name: (-described[name][0].itemsize, name))
+        file.write(_header({name: described[name] for name in names}))
         for name in names:
-            file.write(_raw(tensors[name]))
-    _reopen(path, tensors)
+            file.writelines(map(_raw, pieces(name)))
+    _reopen(path, described)
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _header(described: Described) -> bytes:
     """Its length in 8 bytes, then JSON of each tensor's type, shape and place, filled up to a multiple of 8."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        described[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(described, separators=(",", ":")).encode()
+    for name, (dtype, shape) in described.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -131,11 +143,11 @@ def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error
 
 
-def _reopen(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _reopen(path: Path, described: Described) -> None:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    wrong = [name for name, tensor in tensors.items() if stored.get(name) != tuple(tensor.shape) or not tensor.numel()]
-    if wrong or not tensors:
+    wrong = [name for name, (_, shape) in described.items() if stored.get(name) != shape or not math.prod(shape)]
+    if wrong or not described:
         raise CheckpointError(f"what was written is not what was meant: {wrong[:3] or 'no tensors'}", where=str(path))

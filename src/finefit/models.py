@@ -20,6 +20,7 @@ from .errors import ModelError
 from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
 from .nn.quantised_linear import QuantisedWeight
+from .stored import Places
 
 _PICK = "pick a model that finefit fits lists"
 Fill = Callable[[Any, torch.device], None]
@@ -115,6 +116,16 @@ def stored_weights(model: Any) -> dict[str, Tensor | QuantisedWeight]:
     return {**plain, **quantised}
 
 
+def kept_buffers(model: Any) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds as it does weights: what balances a router. A file may leave them out."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
 def num_parameters(model: Any) -> int:
     """Elements of weights and adapters; a quantised weight counts as the matrix it stands for."""
     weights = sum(weight.numel() for weight in stored_weights(model).values())
@@ -142,21 +153,26 @@ def fill_from(folder: Path) -> Fill:
 
     def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
-        wanted = stored_weights(model)
-        for name, tensor in _stored(folder):
-            weight = wanted.pop(name, None)
-            if weight is None:
+        weights = {**stored_weights(model), **kept_buffers(model)}
+        places, left = Places(model.config, weights), {name: weight.numel() for name, weight in weights.items()}
+        for stored, tensor in _stored(folder):
+            place = places.of(stored)
+            if place.name not in weights:
                 continue
+            whole = weights[place.name]
+            weight = whole if isinstance(whole, QuantisedWeight) else place.of(whole)
             if weight.shape != tensor.shape:
                 shapes = f"{tuple(tensor.shape)} in the file, {tuple(weight.shape)} by config.json"
-                raise ModelError(f"{name} is {shapes}", where=str(folder), hint="the files do not belong together")
+                raise ModelError(f"{stored} is {shapes}", where=str(folder), hint="the files do not belong together")
             with torch.no_grad():
                 weight.copy_(tensor)
+            left[place.name] -= tensor.numel()
             del tensor  # or it would be there until the next one is
-        if wanted:
-            some = ", ".join(sorted(wanted)[:3])
+        missing = [name for name in sorted(stored_weights(model)) if left[name] > 0]
+        if missing:
             hint = "the download is incomplete, or the files belong to another model"
-            raise ModelError(f"{len(wanted)} tensors are missing: {some} …", where=str(folder), hint=hint)
+            what = f"{len(missing)} tensors are missing: {', '.join(missing[:3])} …"
+            raise ModelError(what, where=str(folder), hint=hint)
 
     return fill
 

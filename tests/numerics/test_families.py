@@ -8,16 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finefit import coefficients, models
 from finefit.catalog import structures
 from finefit.errors import ModelError
 from finefit.nn.lora_linear import is_transposed
 from finefit.run import blocks_of, is_linear
+from finefit.stored import Place, Places
 from finefit.techniques import Checkpointing, FusedLoss, FusedOps, Lora, Packing, Unsuitable
 from finefit.techniques.packing import packed
 from tiny import (
+    CPU,
     FAMILIES,
     examples_of,
     family_config,
@@ -48,6 +51,48 @@ def test_what_would_be_trained_wrongly_is_refused():
         models.on_meta(AutoConfig.for_model("xglm"))
     with pytest.raises(ModelError, match="a 't5' model is no decoder"):
         models.on_meta(AutoConfig.for_model("t5"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_files_of_transformers_are_read(name, tmp_path):
+    """By their names in a file: experts one by one, modules renamed since, a router's balance among the buffers."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(family_config(name))
+    for buffer in models.kept_buffers(theirs).values():
+        buffer.copy_(torch.rand(buffer.shape))
+    theirs.save_pretrained(tmp_path)
+    ours = models.on_meta(models.config_of(tmp_path))
+    models.fill_from(tmp_path)(ours, CPU)
+    found, expected = ours.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+
+
+def test_a_model_that_also_sees_is_read_for_its_text(tmp_path):
+    theirs = stock(family_config("gemma3_text"))
+    theirs.config.save_pretrained(tmp_path)
+    stored = {
+        f"language_model.{name}": tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"
+    }
+    save_file({**stored, "vision_tower.patch.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    ours = models.on_meta(models.config_of(tmp_path))
+    models.fill_from(tmp_path)(ours, CPU)
+    expected = theirs.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_a_layout_that_is_not_followed_is_named():
+    places = Places(family_config("mixtral"), {"model.layers.0.mlp.experts.down_proj": 0})
+    assert places.of("model.layers.0.block_sparse_moe.experts.5.w2.weight") == Place(
+        "model.layers.0.mlp.experts.down_proj", 5
+    )
+    up = places.of("model.layers.0.block_sparse_moe.experts.2.w3.weight")
+    assert up == Place("model.layers.0.mlp.experts.gate_up_proj", 2, (1, 2, 0))
+    whole = torch.arange(24).view(3, 4, 2)
+    assert up.of(whole).tolist() == [[20, 21], [22, 23]]
+    places._stacking[0].operations.append(places._stacking[0].operations[0])
+    with pytest.raises(ModelError, match="MergeModulelist then Concatenate then MergeModulelist"):
+        places.of("model.layers.0.block_sparse_moe.experts.2.w3.weight")
 
 
 USUAL = (

@@ -81,7 +81,7 @@ def text_part(headers: Headers, expected: Mapping[str, tuple[int, ...]], depth: 
 
     Others are what multimodal models see and hear with, and blocks past the last (DeepSeek's for predicting two tokens).
     """
-    renamed = {_real_name(name, expected): value for name, value in headers.items()}
+    renamed = {real_name(name, expected): value for name, value in headers.items()}
     weights = {name: value for name, value in renamed.items() if name in expected or not _BUFFERS.search(name)}
     layers = {match[1] for name in expected if (match := _LAYER.match(name))}
     parts = {name.rpartition(".")[0] + "." for name in expected if not _LAYER.match(name)} | {"lm_head."}
@@ -114,7 +114,7 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
-def _real_name(name: str, expected: Mapping[str, tuple[int, ...]]) -> str:
+def real_name(name: str, expected: Mapping[str, Any]) -> str:
     """transformers' name of a stored tensor: multimodal prefixes, and GPT-2's files that leave out ``transformer.``."""
     for stored, real in _TEXT_PREFIXES.items():
         if name.startswith(stored):
