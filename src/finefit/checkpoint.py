@@ -7,7 +7,6 @@ the data is a function of the seed and the step, so the step number is all that 
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .adapter import load_trained, read_tensors, save_trained, write_tensors
 from .errors import CheckpointError
-from .files import sync_folder, write_atomically
+from .files import replacing_folder, write_atomically
 from .run import Run
 
 MANIFEST = "manifest.json"
@@ -27,27 +26,19 @@ MANIFEST = "manifest.json"
 def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path, int]:
     """Write the state after ``step`` into ``folder``/step-NNNNNN; the path and its bytes. Older than ``keep`` go."""
     final = folder / f"step-{step:06d}"
-    building = folder / f".{final.name}.tmp"
-    shutil.rmtree(building, ignore_errors=True)
     try:
-        building.mkdir(parents=True)
-        save_trained(run.model, building, base)
-        write_tensors(building / "optimizer.safetensors", _optimizer_tensors(run))
-        write_tensors(building / "random.safetensors", _generators())
-        write_atomically(building / "state.json", json.dumps({"step": step, "torch": torch.__version__}).encode())
-        sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
-        write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(building, final)
-        sync_folder(folder)
+        with replacing_folder(final) as building:
+            save_trained(run.model, building, base)
+            write_tensors(building / "optimizer.safetensors", _optimizer_tensors(run))
+            write_tensors(building / "random.safetensors", _generators())
+            write_atomically(building / "state.json", json.dumps({"step": step, "torch": torch.__version__}).encode())
+            sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
+            write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {step} was not written: {error.strerror}", where=str(final),
             hint="free some disk space; earlier checkpoints are untouched",
         ) from error  # fmt: skip
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     for old in _folders(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final, sum(path.stat().st_size for path in final.iterdir())

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .environment import steady_environment
 from .errors import ConfigError, FinefitError, did_you_mean
 
 app = typer.Typer(
@@ -112,7 +113,7 @@ def train(
     """Fine-tune: finefit train MODEL DATA [key=value …], or finefit train run.yaml [key=value …]."""
     from . import session
 
-    _steady_environment()
+    steady_environment()
     config = _config(words or [], [])
     if config.data is None:
         raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
@@ -128,7 +129,7 @@ def resume(
     """Go on with a run that was stopped or killed, exactly where its last checkpoint was."""
     from . import session
 
-    _steady_environment()
+    steady_environment()
     _carry_out(session.again(run), log_format, resumed=True)
 
 
@@ -153,10 +154,31 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="longest answer")] = 256,
 ) -> None:
     """Talk to the result in the terminal."""
-    _steady_environment()
+    steady_environment()
     from .chat import talk
 
     talk(run, base, max_tokens)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="the folder of a run with lora or qlora, or of an adapter of peft's")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="the merged model's folder; default: merged, in there")
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="the model it was trained on, where that is not as noted")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: as the base's files")
+    ] = None,
+) -> None:
+    """Add a trained adapter into its base: a plain model folder, made in a few MiB whatever the model's size."""
+    steady_environment()
+    from .merge import merge as merging
+
+    done = merging(adapter, output, base, dtype)
+    print(f"merged: {done.folder}  ({done.says()})", file=sys.stderr)
+    if done.minds():
+        print(f"warning: {done.minds()}", file=sys.stderr)
 
 
 @app.command()
@@ -301,27 +323,6 @@ def _show_diff(words: list[str], as_json: bool) -> None:
         print(json.dumps([{"what": what, "a": one, "b": other} for what, one, other in rows], indent=1))
     else:
         diff_view(rows, words)
-
-
-# Read once, when a process starts. Idle OpenMP threads spin for a moment, then sleep: spinning on costs 8 ms an operator
-# on a busy machine, sleeping at once costs a tenth of a step on an idle one (2 cores, torch 2.13, 2026-11-29).
-_STEADY = {
-    "GOMP_SPINCOUNT": "2000",
-    # Packed rows have ever new lengths; oneDNN would keep a compiled kernel with its buffers for each of the last 1,024
-    # shapes: 400 MB more after 8 steps of the 135M model. A block of it, forward and backward, uses about fifty.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
-
-
-def _steady_environment() -> None:
-    """Start this process again with the settings that must be there before its libraries load, unless they are."""
-    missing = {key: value for key, value in _STEADY.items() if key not in os.environ}
-    if missing and not os.environ.get("FINEFIT_RESTARTED"):
-        os.environ.update(missing, FINEFIT_RESTARTED="1")
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "finefit", *sys.argv[1:]])
 
 
 def main() -> None:

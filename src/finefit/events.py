@@ -40,8 +40,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # step: 0 before training | loss on held-out examples | optional sample: {"prompt", "reference", "answer"}
     "eval": ("step", "loss", "labelled_tokens", "seconds"),
     "save": ("step", "path", "bytes", "seconds"),
-    # moment: load, resume, eval or save, the first of each in a process | measured, predicted: {component: bytes} on the
-    # device | host_bytes: resident at its peak, pages of mapped files too | predicted_host: {component: bytes}
+    # moment: load, resume, eval, save or merge, the first of each in a process | measured, predicted: {component: bytes}
+    # on the device | host_bytes: resident at its peak, pages of mapped files too | predicted_host: {component: bytes}
     "phase": ("moment", "step", "measured", "predicted", "host_bytes", "predicted_host"),
     # message: what the device refused, and where in the step
     "out_of_memory": ("step", "message"),

@@ -56,6 +56,25 @@ def replacing(path: Path) -> Iterator[Path]:
         ) from error
 
 
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` to fill; it takes that place when the block ends well, and is gone if not.
+
+    OSError is the caller's to tell.
+    """
+    building = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+        yield building
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(building, folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
 def replaceable(path: Path) -> Path:
     """The file that writing to ``path`` replaces or makes. CheckpointError for what a rename would only destroy."""
     try:

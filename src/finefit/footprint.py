@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 COMPONENTS = ("parameter", "gradient", "optimizer_state", "activation", "temporary", "input", "reserved")
 STEP = ("forward_end", "loss", "backward_peak", "optimizer_step")
-PHASES = ("load", "resume", "eval", "save")  # what a run does beside its steps
-MOMENTS = ("load", "resume", *STEP, "eval", "save")
+PHASES = ("load", "resume", "eval", "save", "merge")  # what is done beside a run's steps
+MOMENTS = ("load", "resume", *STEP, "eval", "save", "merge")
 # What is in a host's memory; pages of mapped files are the system's to take back.
 HOST = ("program", "tensors", "copies", "data", "mapped")
 
@@ -35,6 +35,7 @@ MOMENT_LABELS: dict[str, str] = {
     "optimizer_step": "optimizer step",
     "eval": "evaluation",
     "save": "saving",
+    "merge": "merging",
 }
 
 Witness = Literal["predicted", "simulated", "measured"]

@@ -1,11 +1,12 @@
-"""What a run holds beside its steps: loading, resuming and saving on the device, and every moment on the host.
+"""What is held beside a run's steps: loading, resuming, saving and merging on the device, and every moment on the host.
 
 Read off our own code. `models.fill_from` makes all parameters first, then copies one tensor of the file at a time into
 them; a quantised weight takes, for that moment, what `QuantisedWeight.copy_` does. `adapter.write_tensors` writes
 tensor by tensor and `adapter.read_tensors` copies out of the mapped file, so neither holds anything twice. Evaluation
-is walked in ``predict``, as the step is. On a CPU the device *is* the host.
+is walked in ``predict``, as the step is. ``merge`` is a process of its own on the host, whatever the device: it holds
+pieces of one weight. On a CPU the device *is* the host.
 
-Declines what is not there: data-loader workers and pinned buffers (batches are made where the loop runs), and a merge.
+Declines what is not there: data-loader workers and pinned buffers (batches are made where the loop runs).
 Pages of mapped files (weights, checkpoints, token shards) are told apart: the system takes them back when it must.
 """
 
@@ -24,19 +25,26 @@ PROGRAM = 388 * MIB
 # What a CPU's process has more once steps have run: oneDNN's kernels for the shapes that came, threads' heaps. Measured
 # there: 50 to 120 MiB with the 135M model.
 WARM = 64 * MIB
-# The same with a CUDA device in use: libraries and driver map and copy their kernels. 2,056,600 kB resident by
+# A merge's: no model's code is read, nothing is multiplied by it. Measured there: 327 to 338.
+MERGER = 332 * MIB
+# The first with a CUDA device in use: libraries and driver map and copy their kernels. 2,056,600 kB resident by
 # pytorch/pytorch#113326 (torch 2.2, CUDA 11.8, lazy loading, RTX 3090); not measured by us yet.
 CUDA_PROGRAM = 2008 * MIB
 # What `data` and `batches` keep of an example beside the mapped shards: three arrays of 8 bytes (offset, labelled,
 # length), and five Python numbers in lists (length, labelled, width, row, its place in a step), 8 + 28 bytes each.
 EXAMPLE = 3 * 8 + 5 * 36
+_PIECE = 2**22  # elements of a weight that are merged at once: 40 MiB with what they need
 
 
 def beside(layout: Layout, states: Mapping[str, int], kind: Kind) -> dict[str, Bytes]:
-    """Bytes on the device by component while weights are loaded, a run is resumed and a checkpoint is saved."""
+    """Bytes on the device by component while weights are loaded, a run is resumed and a checkpoint is saved; and while
+    an adapter is merged."""
     held = {component: n for component, n in states.items() if n and component != "gradient"}
     loading = {"parameter": states["parameter"], "temporary": _in_flight(layout, kind)}
-    return {"load": {c: n for c, n in loading.items() if n}, "resume": held, "save": dict(held)}
+    found = {"load": {c: n for c, n in loading.items() if n}, "resume": held, "save": dict(held)}
+    if layout.rank:
+        found["merge"] = {"temporary": _merged_at_once(layout)} if kind == "cpu" else {}
+    return found
 
 
 def _in_flight(layout: Layout, kind: Kind) -> int:
@@ -65,6 +73,19 @@ def _drawn(layout: Layout) -> int:
     return max((_bytes(g) for g in layout.groups if g.name.endswith("lora_A")), default=0)
 
 
+def rows_at_once(rows: int, columns: int) -> int:
+    """Rows of a weight that are merged at once."""
+    return min(rows, max(1, _PIECE // columns))
+
+
+def _merged_at_once(layout: Layout) -> int:
+    """Of a piece: the weight and its update in fp32, the sum in the file's type, and a norm (``merge``)."""
+    adapted = {g.name.removesuffix(".lora_A") for g in layout.groups if g.name.endswith(".lora_A")}
+    shapes = [p.shape for p, _ in layout.model.block_tensors() if f"block.{p.name}" in adapted]
+    bits = _stored_bits(layout)
+    return max(rows_at_once(*shape) * shape[1] for shape in shapes) * (32 + 32 + (bits if bits < 32 else 0)) // 8 + 4
+
+
 def _bytes(group: ParamGroup) -> int:
     """Of one tensor."""
     return group.numel * group.bits // 8
@@ -76,9 +97,8 @@ def host(layout: Layout, moments: Mapping[str, Mapping[str, int]], kind: Kind) -
     found: dict[str, Bytes] = {}
     for moment, parts in moments.items():
         tensors = sum(parts.values()) if kind == "cpu" else 0
-        program = CUDA_PROGRAM if kind == "cuda" else PROGRAM + (0 if moment in ("load", "resume") else WARM)
         here = {
-            "program": program,
+            "program": _program(moment, kind),
             "tensors": tensors,
             "copies": copies.get(moment, 0),
             "mapped": mapped.get(moment, 0),
@@ -87,13 +107,22 @@ def host(layout: Layout, moments: Mapping[str, Mapping[str, int]], kind: Kind) -
     return found
 
 
+def _program(moment: str, kind: Kind) -> int:
+    if moment == "merge":
+        return MERGER
+    if kind == "cuda":
+        return CUDA_PROGRAM
+    return PROGRAM + (0 if moment in ("load", "resume") else WARM)
+
+
 def _copies(layout: Layout) -> dict[str, int]:
-    """What is on the host for a moment because it is on its way to or from a CUDA device."""
+    """What is on the host for a moment because it is on its way to or from a CUDA device, or merged beside one."""
     bits = _stored_bits(layout)
     plain = [g for g in layout.groups if g.role != "scale" and g.bits >= 16 and not _is_adapter(g)]
     converted = max((_bytes(g) for g in plain if g.bits != bits), default=0)
     written = max((_bytes(g) for g in layout.groups if g.trainable), default=0)
-    return {"load": max(converted, _drawn(layout)), "save": written}
+    found = {"load": max(converted, _drawn(layout)), "save": written}
+    return {**found, "merge": _merged_at_once(layout)} if layout.rank else found
 
 
 def _is_adapter(group: ParamGroup) -> bool:
@@ -101,17 +130,25 @@ def _is_adapter(group: ParamGroup) -> bool:
 
 
 def _mapped(layout: Layout) -> dict[str, int]:
-    """Pages of files at each moment: the model's while it is loaded, then the checkpoint's larger one, its states."""
+    """Pages of files at each moment: the model's while it is loaded, the checkpoint's larger one, its states, and the
+    model's with its adapter's."""
     trained = sum(_bytes(g) * g.count for g in layout.groups if g.trainable)
     stored = layout.model.num_parameters * _stored_bits(layout) // 8
-    return {"load": stored, "resume": max(1, layout.state_tensors) * trained}
+    found = {"load": stored, "resume": max(1, layout.state_tensors) * trained}
+    return {**found, "merge": stored + trained} if layout.rank else found
 
 
 def with_data(parts: Mapping[str, Mapping[str, int]], examples: int, tokens: int) -> dict[str, Bytes]:
-    """The host's bytes with those of the data: what is kept of each example, and the shards' pages (5 bytes a token)."""
+    """The host's bytes with those of the data: what is kept of each example, and the shards' pages (5 bytes a token).
+
+    A merge has none of it.
+    """
     kept = EXAMPLE * examples
     return {
-        moment: {**here, "data": kept, "mapped": here.get("mapped", 0) + 5 * tokens} for moment, here in parts.items()
+        moment: dict(here)
+        if moment == "merge"
+        else {**here, "data": kept, "mapped": here.get("mapped", 0) + 5 * tokens}
+        for moment, here in parts.items()
     }
 
 

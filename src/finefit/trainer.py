@@ -18,7 +18,6 @@ from .config import Config
 from .data.order import spaced
 from .errors import DataError, Diverged, OutOfMemory
 from .events import EventLog, number, steps
-from .footprint import Footprint
 from .layout import Micro
 from .obey import worst_rows
 from .predict import footprint
@@ -126,7 +125,7 @@ def _build(job: Job, log: EventLog) -> Run:
     run = rewritten(models.config_of(job.model_folder), plan.techniques, device)
     with watch.phase("load", run) as seen:
         load(run, models.fill_from(job.model_folder), job.config.seed)
-    _tell_phase(log, "load", 0, seen, plan.predicted)
+    watch.tell(log, "load", 0, seen, plan.predicted)
     run.optimizer = optimizer_of(run, Optimizing(peak, at.weight_decay))
     return run
 
@@ -135,15 +134,8 @@ def _resume(job: Job, run: Run, log: EventLog) -> int:
     """The newest whole checkpoint's step, its state put back into the run."""
     with watch.phase("resume", run) as seen:
         done = checkpoint.load_newest(run, job.folder / "checkpoints", partial(_warn, log))
-    _tell_phase(log, "resume", done, seen, job.plan.predicted)
+    watch.tell(log, "resume", done, seen, job.plan.predicted)
     return done
-
-
-def _tell_phase(log: EventLog, moment: str, step: int, seen: watch.Seen, predicted: Footprint) -> None:
-    log.write(
-        "phase", moment=moment, step=step, measured=seen.device, predicted=predicted.moments.get(moment, {}),
-        host_bytes=seen.host_bytes, predicted_host=predicted.host.get(moment, {}),
-    )  # fmt: skip
 
 
 def _rehearse(job: Job, run: Run, log: EventLog, worst: list[int]) -> None:
@@ -234,7 +226,7 @@ def _watch_batch(job: Job, run: Run, log: EventLog, watched: set[str], step: int
     said = footprint(layout, job.hardware)
     of_data = {c: n for c, n in job.plan.predicted.host.get("eval", {}).items() if c in ("data", "mapped")}
     host = phases.host(layout, {"eval": said.moments["eval"]}, job.hardware.kind)
-    _tell_phase(log, "eval", step, seen, replace(said, host={"eval": {**host["eval"], **of_data}}))
+    watch.tell(log, "eval", step, seen, replace(said, host={"eval": {**host["eval"], **of_data}}))
 
 
 def _save(job: Job, run: Run, log: EventLog, watched: set[str], step: int) -> None:
@@ -247,7 +239,7 @@ def _save(job: Job, run: Run, log: EventLog, watched: set[str], step: int) -> No
         watched.add("save")
         with watch.phase("save", run) as seen:
             path, n_bytes = save(keep)
-        _tell_phase(log, "save", step, seen, job.plan.predicted)
+        watch.tell(log, "save", step, seen, job.plan.predicted)
     log.write("save", step=step, path=str(path), bytes=n_bytes, seconds=time.perf_counter() - started)
 
 

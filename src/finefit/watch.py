@@ -1,4 +1,4 @@
-"""Peaks of what happens beside the step: a phase (load, eval, save, resume), watched from its start to its end.
+"""Peaks of what happens beside the step: a phase (load, eval, save, resume, merge), watched from its start to its end.
 
 On a CPU the ledger follows the storages that operators make; on a CUDA device the allocator's own counters tell the
 peak, which is read against what is known to be held. Of the host the kernel's own mark of the process is read
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves
 
+from .events import EventLog
+from .footprint import Footprint
 from .ledger import Ledger
 from .run import Run
 from .stream import Entry
@@ -89,6 +91,14 @@ def _on_cuda(run: Run, inputs: Sequence[Tensor], seen: Seen) -> Iterator[None]:
     held = {component: _bytes(tensors) for component, tensors in _held(run, inputs).items()}
     rest = torch.cuda.max_memory_allocated(run.device) - sum(held.values())
     seen.device |= {component: n for component, n in {**held, "temporary": max(0, rest)}.items() if n}
+
+
+def tell(log: EventLog, moment: str, step: int, seen: Seen, predicted: Footprint) -> None:
+    """The event of a phase that is over: what was seen beside what is predicted of it."""
+    log.write(
+        "phase", moment=moment, step=step, measured=seen.device, predicted=predicted.moments.get(moment, {}),
+        host_bytes=seen.host_bytes, predicted_host=predicted.host.get(moment, {}),
+    )  # fmt: skip
 
 
 def _held(run: Run, inputs: Sequence[Tensor]) -> dict[str, list[Tensor]]:

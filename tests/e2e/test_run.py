@@ -393,6 +393,54 @@ def test_a_quantised_base_trains_and_is_as_planned(quantised):
     assert abs(peaks[0] - peaks[1]) <= 0.01 * peaks[1]
 
 
+@pytest.mark.parametrize("method", ["whole", "quantised"])
+def test_a_run_is_merged_into_a_model_of_its_own(finefit, environment, request, model, method, tmp_path):
+    """As a user has it: the command, the model talked to, the run's report; the base in 16 bits or more, as its files."""
+    import shutil
+
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = shutil.copytree(request.getfixturevalue(method), tmp_path / "run")
+    said = finefit("merge", run).stderr
+    assert said.startswith(f"merged: {run}/merged  (28 of 38 tensors changed, ")
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged", dtype="auto")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), run)
+    ids = torch.arange(2, 40)[None]
+    assert torch.allclose(merged(input_ids=ids).logits, adapted(input_ids=ids).logits, atol=1e-5)
+    asked = [{"role": "user", "content": "Count."}]
+    spoken = [AutoTokenizer.from_pretrained(folder).apply_chat_template(asked) for folder in (run / "merged", model)]
+    assert spoken[0] == spoken[1]
+    (phase,) = [event for event in events(run, "phase") if event["moment"] == "merge"]
+    assert phase["measured"] == phase["predicted"] == {"temporary": 64 * 32 * 8 + 4}
+    assert "merging" in finefit("report", run).stdout and "finished" in (run / "report.md").read_text()
+    chatted = subprocess.run(
+        [sys.executable, "-m", "finefit", "chat", str(run / "merged"), "--max-tokens", "2"], input="hello\n",
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert chatted.returncode == 0, chatted.stderr
+    assert "there is something already" in finefit("merge", run, expect=2).stderr
+
+
+def test_what_cannot_be_merged_is_one_message(finefit, model, whole, tmp_path):
+    import shutil
+
+    run = shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("adapter_*"))
+    for words, expected in (
+        ((model,), "there is no adapter to merge"),
+        ((run,), f"hint: finefit resume {run} finishes the run"),
+        ((tmp_path / "nothing",), "there is no adapter here"),
+        ((whole, "-o", model), "there is something already"),
+        ((whole, "-o", tmp_path / "m", "--dtype", "bfloat61"), "did you mean 'bfloat16'?"),
+        ((whole, "-o", tmp_path / "m", "--base", "no/such"), "no/such"),
+        ((whole, "-o", "/proc/nowhere/m"), "/proc"),
+    ):
+        said = finefit("merge", *words, expect=2).stderr
+        assert said.startswith("error: ") and expected in said and "Traceback" not in said
+    assert not (tmp_path / "m").exists()
+
+
 def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(finefit, quantised, tmp_path):
     """From the checkpoint in its middle: the base is quantised again and is the same."""
     import shutil

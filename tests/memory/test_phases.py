@@ -16,6 +16,7 @@ from finefit import checkpoint, coefficients, evaluate, models, phases, predict,
 from finefit.adapter import write_tensors
 from finefit.build import Optimizing, load, optimizer_of, rewritten
 from finefit.candidates import rewrite
+from finefit.footprint import PHASES
 from finefit.run import MicroBatch
 from finefit.spec import HardwareSpec, ModelSpec
 from finefit.techniques import (
@@ -207,17 +208,22 @@ def test_the_mark_of_the_host_is_the_phase_s_own():
 @pytest.mark.model
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_the_host_needs_what_was_predicted_within_a_tenth(model_folder, tmp_path, method):
-    """A process of its own, as a user has it: one step, an evaluation, a checkpoint, and the run resumed."""
+    """A process of its own, as a user has it: one step, an evaluation, a checkpoint, the run resumed and merged."""
     rows = [{"messages": [{"role": "user", "content": f"Say {i}."}, {"role": "assistant", "content": f"{i}!"}]}
             for i in range(24)]  # fmt: skip
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"method={method}", "train.steps=1", "train.global_batch_size=4", "name=run", f"output_dir={tmp_path}"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    for verb in (["train", str(model_folder), str(tmp_path / "data.jsonl"), *words], ["resume", str(tmp_path / "run")]):
+    folder = str(tmp_path / "run")
+    for verb in (
+        ["train", str(model_folder), str(tmp_path / "data.jsonl"), *words],
+        ["resume", folder],
+        ["merge", folder],
+    ):
         subprocess.run([sys.executable, "-m", "finefit", *verb], env=environment, check=True, capture_output=True)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     found = {event["moment"]: event for event in events if event["event"] == "phase"}
-    assert set(found) == {"load", "resume", "eval", "save"}
+    assert set(found) == set(PHASES)
     for moment, event in found.items():
         assert sum(event["predicted_host"].values()) == pytest.approx(event["host_bytes"], rel=0.1), moment
         measured = {c: n for c, n in event["measured"].items() if c != "input"}

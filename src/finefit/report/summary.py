@@ -183,8 +183,9 @@ def _newer_plan(events: Iterable[Event]) -> Mapping[str, Any] | None:
 
 
 def _is_over(events: list[Event]) -> bool:
-    """Whether the last thing that happened was the end: a resumed run goes on after it."""
-    return next((one["event"] for one in reversed(events) if one["event"] != "warn"), "") == "end"
+    """Whether the last thing that happened was the end: a resumed run goes on after it, a merge is no part of it."""
+    own = (one for one in reversed(events) if one["event"] != "warn" and one.get("moment") != "merge")
+    return next((one["event"] for one in own), "") == "end"
 
 
 def _resumes(events: Iterable[Event]) -> int:

@@ -7,12 +7,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..footprint import PHASES
 from ..report.palette import COLOURS, LABELS, MOMENTS, moment_bytes, total_bytes, with_reserved
 from ..units import format_bytes, format_seconds
 from .bars import capacity, stacked
 
 _WIDEST_BAR = 40
-_BESIDE = ("load", "resume", "eval", "save")  # phases of their own, not moments of a step
 _WARNING = "warning: "  # how a plan's note begins that is to be shown
 
 
@@ -95,11 +95,12 @@ def _phases(predicted: Mapping[str, Any]) -> RenderableType:
         table.add_column(title, justify="right")
     shown: dict[str, str] = {}
     for moment in (name for name in MOMENTS if moment_bytes(predicted, name) is not None):
-        phase = MOMENTS[moment] if moment in _BESIDE else "step"
+        phase = MOMENTS[moment] if moment in PHASES else "step"
         if phase not in shown or (moment_bytes(predicted, moment) or 0) > (moment_bytes(predicted, shown[phase]) or 0):
             shown[phase] = moment
     for phase, moment in shown.items():
-        device = (moment_bytes(predicted, moment) or 0) + int(predicted.get("reserved_bytes", 0))
+        tensors = moment_bytes(predicted, moment) or 0
+        device = tensors + int(predicted.get("reserved_bytes", 0)) if tensors else 0  # a merge is the host's alone
         host = {component: int(n) for component, n in predicted["host"].get(moment, {}).items()}
         mapped = host.pop("mapped", 0)
         table.add_row(
