@@ -1,8 +1,8 @@
 """Predicted against measured order of plans: twelve ways to run the same job on this CPU, and Spearman's rank correlation.
 
-    python benchmarks/cost_order.py --model MODEL [--rounds 3] [--add] [--out FILE]      writes benchmarks/results/cost-order-cpu.json
+    python benchmarks/cost_order.py --model MODEL [--job WORDS] [--rounds 3] [--add] [--out FILE]      writes benchmarks/results/cost-order-cpu.json
 
-The job is LoRA on SmolLM2-135M with the built-in data; the plans differ in micro-batch, checkpointing, precision, loss
+The job is LoRA on SmolLM2-135M with the built-in data (``--job "method=full train.max_length=256"`` is another); the plans differ in micro-batch, checkpointing, precision, loss
 chunk, fused ops and packing. Each plan runs in a process of its own: one step to warm up, then two that are timed on the
 same examples for every plan, against the predicted seconds of those two steps. All plans run in each of the rounds, and a
 plan's fastest round is what is ranked: neighbours on a machine only ever add time, and plans 3 % apart are to be told
@@ -41,7 +41,7 @@ PLANS: tuple[tuple[str, tuple[str, ...]], ...] = (
 WARM, TIMED = 1, 2  # steps
 
 
-def measure(model: str, settings: Sequence[str]) -> dict[str, Any]:
+def measure(model: str, job_words: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
     """One plan: predicted and measured seconds of the timed steps. In a process of its own."""
     import torch
 
@@ -55,7 +55,12 @@ def measure(model: str, settings: Sequence[str]) -> dict[str, Any]:
     from finefit.run import trainable
     from finefit.spec import resolve_model
 
-    words = [*JOB, "hardware.device=cpu", f"train.steps={WARM + TIMED}", *(f"memory.{setting}" for setting in settings)]
+    words = [
+        *job_words,
+        "hardware.device=cpu",
+        f"train.steps={WARM + TIMED}",
+        *(f"memory.{setting}" for setting in settings),
+    ]
     config = load(None, words, {"model": model, "data": "stdlib-docstrings"})
     folder = assets.model_folder(model).folder
     data = examples.read_data(config, examples.tokenizer_of(folder))
@@ -96,11 +101,11 @@ def ranks(values: Sequence[float]) -> list[float]:
     return [sum(other < one for other in values) + (sum(other == one for other in values) + 1) / 2 for one in values]
 
 
-def in_a_process(model: str, number: int) -> dict[str, Any]:
-    from finefit.cli import _STEADY
+def in_a_process(model: str, job_words: Sequence[str], number: int) -> dict[str, Any]:
+    from finefit.environment import STEADY
 
-    command = [sys.executable, __file__, "--model", model, "--one", str(number)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **_STEADY})
+    command = [sys.executable, __file__, "--model", model, "--job", " ".join(job_words), "--one", str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **STEADY})
     if done.returncode:
         raise SystemExit(f"{PLANS[number][0]} failed:\n{done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -110,6 +115,7 @@ def in_a_process(model: str, number: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--job", type=str.split, default=JOB, help="settings of the run that all plans share")
     parser.add_argument("--plans", type=int, default=len(PLANS), help="only so many of them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--add", action="store_true", help="to the rounds that the result file has, of this machine")
@@ -117,12 +123,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "cost-order-cpu.json")
     given = parser.parse_args()
     if given.one is not None:
-        print(json.dumps(measure(given.model, PLANS[given.one][1])))
+        print(json.dumps(measure(given.model, given.job, PLANS[given.one][1])))
         return
     rows: list[dict[str, Any]] = json.loads(given.out.read_text())["plans"] if given.add else []
     for turn in range(given.rounds):
         for number, (says, _) in enumerate(PLANS[: given.plans]):
-            row = {"plan": says, **in_a_process(given.model, number)}
+            row = {"plan": says, **in_a_process(given.model, given.job, number)}
             row["rounds_s"] = [*(rows[number]["rounds_s"] if number < len(rows) else []), row["measured_s"]]
             row["measured_s"] = min(row["rounds_s"])
             rows[number:] = [row, *rows[number + 1 :]]
@@ -133,7 +139,7 @@ def main() -> None:
     print(f"Spearman's rank correlation of {len(rows)} plans: {found:.3f}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     result = {
-        "spearman": found, "commit": commit.stdout.strip(), "job": " ".join(JOB), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+        "spearman": found, "commit": commit.stdout.strip(), "job": " ".join(given.job), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
         "versions": {name: version(name) for name in ("finefit", "torch", "transformers")}, "plans": rows,
     }  # fmt: skip
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import sys
 
 # Read once, when a process starts. Idle OpenMP threads spin for a moment, then sleep: spinning on costs 8 ms an operator
 # on a busy machine, sleeping at once costs a tenth of a step on an idle one (2 cores, torch 2.13, 2026-11-29).
-_STEADY = {
+STEADY = {
     "GOMP_SPINCOUNT": "2000",
     # Packed rows have ever new lengths; oneDNN would keep a compiled kernel with its buffers for each of the last 1,024
     # shapes: 400 MB more after 8 steps of the 135M model. A block of it, forward and backward, uses about fifty.
@@ -18,7 +18,7 @@ _STEADY = {
 
 def steady_environment() -> None:
     """Start this process again with the settings that must be there before its libraries load, unless they are."""
-    missing = {key: value for key, value in _STEADY.items() if key not in os.environ}
+    missing = {key: value for key, value in STEADY.items() if key not in os.environ}
     if missing and not os.environ.get("FINEFIT_RESTARTED"):
         os.environ.update(missing, FINEFIT_RESTARTED="1")
         os.execv(sys.executable, [sys.executable, "-P", "-m", "finefit", *sys.argv[1:]])

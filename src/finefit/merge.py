@@ -238,7 +238,8 @@ class _Weights:
     def pieces(self, name: str) -> Iterator[Tensor]:
         weight, dtype = self.file.get_tensor(name), self.described[name][0]
         if name not in self.pairs:
-            yield from [weight] if weight.dtype is dtype else (part.to(dtype) for part in weight.view(-1).split(2**22))
+            same = weight.dtype is dtype
+            yield from [weight] if same else (self._cast(name, part) for part in weight.view(-1).split(2**22))
             return
         left, right = self._factors(name, tuple(weight.shape))
         scale = self._scale(left.shape[1])
@@ -274,7 +275,18 @@ class _Weights:
         rounded = exact.to(self.described[name][0])
         if rounded is not exact:
             self.merged.lost += float(torch.linalg.vector_norm(exact.sub_(rounded))) ** 2
+            self._check_range(name, self.merged.lost)
         return rounded
+
+    def _cast(self, name: str, weight: Tensor) -> Tensor:
+        cast = weight.to(self.described[name][0])
+        self._check_range(name, float(cast.abs().max()))
+        return cast
+
+    def _check_range(self, name: str, number: float) -> None:
+        if not math.isfinite(number):
+            what = f"{name} has numbers beyond the range of {self.described[name][0]}"
+            raise CheckpointError(what, hint="--dtype bfloat16 or --dtype float32")
 
 
 def _opened(path: Path) -> Any:

@@ -12,7 +12,8 @@ from finefit import merge, phases
 from finefit.errors import CheckpointError, ConfigError, FinefitError, ModelError
 from tiny import family_config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STEPS = {"float32": 2**-20, "bfloat16": 2**-8, "float16": 2**-11}  # half of the last place, or fp32's sums
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +76,10 @@ def test_merged_is_pefts_merge_rounded_once(tmp_path, family, settings, dtype):
     assert {n: (t.dtype, t.shape) for n, t in found.items()} == {n: (t.dtype, t.shape) for n, t in stored.items()}
     changed = [name for name in found if not torch.equal(found[name], stored[name])]
     assert len(changed) == done.adapted > 0 and done.tensors == len(stored)
-    step = 2**-8 if dtype == "bfloat16" else 2**-20  # of the number itself: half of the last place, or fp32's sums
     model = AutoModelForCausalLM.from_pretrained(done.folder, dtype="auto")
     assert model.dtype is DTYPES[dtype]
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor.float(), exact[name], rtol=step, atol=1e-6)
+        torch.testing.assert_close(tensor.float(), exact[name], rtol=STEPS[dtype], atol=1e-6)
 
 
 def test_rounding_is_told_and_another_type_has_none(tmp_path):
@@ -93,6 +93,17 @@ def test_rounding_is_told_and_another_type_has_none(tmp_path):
     assert rounded.rounding == pytest.approx(share, rel=1e-3) and exact.rounding == 0.0 and not exact.minds()
     assert json.loads((exact.folder / "config.json").read_text())["dtype"] == "float32"
     assert {t.dtype for t in whole.values()} == {torch.float32}
+
+
+def test_what_is_beyond_a_type_is_refused(tmp_path):
+    base = base_in(tmp_path / "base")
+    adapter = adapter_in(tmp_path / "adapter", base)
+    stored = load_file(base / "model.safetensors")
+    stored["model.norm.weight"] *= 1e6
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has numbers beyond the range of torch\.float16"):
+        merge.merge(adapter, dtype="float16")
+    assert not (adapter / "merged").exists() and merge.merge(adapter).adapted == 21
 
 
 def test_a_base_in_several_files_stays_so(tmp_path):
