@@ -86,8 +86,6 @@ def run_of(record: Record, config: Mapping[str, Any]) -> ForeignRun:
     settings["lengths"] = _lengths(record["id"], settings["max_length"])
     if record["group"] == "torchtitan":
         settings["segments"] = "expandable"  # its run_llama_train.sh
-    if "colossalai" in str(_degrees(record).get("impl")):
-        settings["load"] = "whole"  # the paper's dp_real.py and tp_real.py: from_pretrained(…).to("cuda"), in fp32
     if adapter_config:
         settings |= {"adapter": adapter_config}
     elif not full and not adapter:
@@ -170,8 +168,8 @@ def _numbers(record: Record, full: bool) -> dict[str, Any]:
         autocast = False  # its low_precision_layernorm, the default, leaves autocast; all else is bf16 by FSDP
     if own_code and weight == "fp32" and compute != "float32":
         autocast, trained = True, "float32"
-    if _degrees(record).get("impl") == "deepspeed":
-        autocast = False  # its engine casts the module (runtime/engine.py); accelerate adds no autocast to it
+    if str(_degrees(record).get("impl")).startswith(("deepspeed", "colossalai")):
+        autocast = False  # the engine casts the module (runtime/engine.py; model.half()), nothing adds autocast to it
     return {
         "frozen_dtype": DTYPES.get(weight, compute), "trained_dtype": trained, "compute_dtype": compute,
         "autocast": autocast, "quantised": quantised,
@@ -215,12 +213,19 @@ def _graph(record: Record) -> dict[str, Any]:
     loss = "kernel" if foundry else loss  # modeling_mpt.py: fused_crossentropy by default; its yamls: not reentrant
     return {
         "checkpointing": record["checkpointing"] or "full", "reentrant": _group(record) not in OWN_CODE and not foundry, "attention": record["attention"] or "sdpa",
-        # Qwen 1's and GaLore's own modelling code leaves logits in the type of the head.
-        "loss_raised": not re.search(r"Qwen-\d", record["model"] or "") and not record["id"].startswith("lowrank"), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
+        "loss_raised": not _left(record), "loss": loss, "shift": shift, "compiled": "compile" in note and "compile off" not in note,
         "fused_kernels": "Liger kernels" in note or "foak" in note or "unsloth" in _group(record),
         "fused_mlp": "foak" not in note,  # its models/llama.py: "llama-mlp" asks for adapters in the MLP, which none has
         "loss_chunks": 8,
     }  # fmt: skip
+
+
+def _left(record: Record) -> bool:
+    """Whether logits stay in the type of the head: Qwen 1's and GaLore's own modelling code, and the copies of
+    transformers 4.29's that LLMem's repository runs (``real_models``), but for CodeGen and GPT-Neo."""
+    name, model = record["id"], record["model"] or ""
+    raises = "codegen" in model or "gpt-neo" in model
+    return bool(re.search(r"Qwen-\d", model)) or name.startswith("lowrank") or (name.startswith("llmem") and not raises)
 
 
 def _adapters(record: Record, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,7 +255,9 @@ def _spread(record: Record) -> Spread:
         engine = "naive"
     elif impl.startswith("fsdp2"):
         engine = "fsdp2"
-    elif impl.startswith("fsdp") or "gemini" in impl:
+    elif "colossalai" in impl:
+        engine, stage = "gemini", 3  # the paper's dp_real.py and tp_real.py: its plugin at any degree, model.half()
+    elif impl.startswith("fsdp"):
         engine = "fsdp1"
     elif impl == "deepspeed":
         engine = "deepspeed"
@@ -273,8 +280,8 @@ def _habits(record: Record, engine: str) -> dict[str, Any]:
         schedule = "interleaved" if "interleaved" in _text(record) else "1f1b"
         return held | {"stays": "all", "reduces": "last", "micro_batches": pipeline, "schedule": schedule,
                        "stages_a_rank": 2 if schedule == "interleaved" else 1}  # fmt: skip
-    if "gemini" in str(_degrees(record).get("impl")):  # gemini_ddp.py: chunks are let go when all of forward is through
-        return {"stays": "all"}
+    if engine == "gemini":
+        return {"gathers": "whole"}
     if not engine.startswith("fsdp") or tool in ("torchtune", "llm-foundry") or "ep" in _degrees(record):
         return {}
     return {"reduces": "last", "units": "mixed" if tool == "litgpt" else "apart"}

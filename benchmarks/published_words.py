@@ -26,16 +26,12 @@ CONTRADICTED: dict[str, dict[str, str]] = {
         "zh": "约 13 GB 是驱动在各种长度的行与评估之后看到的数；张量只占 5.5",
     },
     "llmem-opt-2.7b-4dp": {
-        "en": "Gemini has all parameters whole at the end of forward; 1 GiB short of the card, as two others of its table",
-        "zh": "Gemini 在前向结束时持有全部参数；离显卡容量还差 1 GiB，与其表中另外两例相同",
+        "en": "0.4 GiB short of the card, with Gemini's chunks, what fills them up, and places that the load has cut up",
+        "zh": "离显卡容量还差 0.4 GiB，已计入 Gemini 的块、块的填充，以及加载过程切碎的空间",
     },
     "llmem-bloom-3b-2dp2tp": {
-        "en": "1.1 GiB short of the card; Gemini's chunks are counted by their tensors, without what fills them up",
-        "zh": "离显卡容量还差 1.1 GiB；Gemini 的块只按其中的张量计，没有算填充",
-    },
-    "llmem-codegen-2b-nl-4dp": {
-        "en": "Gemini has all parameters whole at the end of forward; 0.6 GiB short of the card",
-        "zh": "Gemini 在前向结束时持有全部参数；离显卡容量还差 0.6 GiB",
+        "en": "0.7 GiB short of the card while the whole model is loaded, which four tensor parallel ranks do as well, and run",
+        "zh": "加载整个模型时离显卡容量还差 0.7 GiB；四路张量并行同样这样加载，却能跑通",
     },
 }
 CORRECTED: dict[str, dict[str, str]] = {

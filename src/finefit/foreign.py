@@ -24,8 +24,8 @@ class Spread:
     shard_stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage; FSDP's full shard is 3. Parameters are sharded over ``shards`` ranks."""
     shards: int = 1
-    engine: Literal["", "ddp", "fsdp1", "fsdp2", "deepspeed", "naive"] = ""
-    """naive: layers in sequence over the devices of one process (``device_map``)."""
+    engine: Literal["", "ddp", "fsdp1", "fsdp2", "deepspeed", "gemini", "naive"] = ""
+    """naive: layers in sequence over the devices of one process (``device_map``); gemini: ColossalAI's, stage 3."""
     reduce_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """What gradients are reduced in; empty: what they are computed in."""
     reduces: Literal["each", "last"] = "each"
@@ -39,9 +39,10 @@ class Spread:
     """A pipeline's, each of ``micro_batch_size`` rows."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     stages_a_rank: int = 1
-    gathers: Literal["allocated", "symmetric"] = "allocated"
+    gathers: Literal["allocated", "symmetric", "whole"] = "allocated"
     """Tensor parallel: rows are gathered into tensors of their own, or product and communication are one kernel over
-    symmetric memory (asynchronous TP), which is outside the allocator."""
+    symmetric memory (asynchronous TP), which is outside the allocator. whole: nothing but weights is cut, products are
+    summed into whole ones on each rank (ColossalAI's 1D)."""
 
     overlaps: bool = True
     """DeepSpeed communicates on streams of its own, beside a second bucket (``overlap_comm``)."""

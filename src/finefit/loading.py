@@ -1,6 +1,7 @@
 """The load: how a tool brings the weights to a rank's device, and what is there at its highest point. Torch-free.
 
-- whole: all of the model, as it is read, on each device before it is cut (ColossalAI's Gemini after ``.to("cuda")``);
+- whole: all of the model, as it is read, on each device before it is cut, and one tensor as it is computed in
+  (ColossalAI's Gemini after ``.to("cuda")`` and ``.half()``);
 - units: a unit whole, and its flat copy, beside the shards that are done: FSDP 1 from meta tensors or from the host
   (``_init_utils.py``: ``_init_param_handle_from_module``), which is what Fabric's ``empty_init`` comes to;
 - first: as units, with the weights read by the first rank alone and sent to the others (accelerate's
@@ -23,7 +24,7 @@ from .stream import Entry, Stream, block_of
 
 _WAYS = {
     ("lit_gpt", "fsdp1"): "units", ("litgpt", "fsdp1"): "units", ("composer", "fsdp1"): "units",
-    ("torchtune", "fsdp2"): "tensors", ("torchtitan", "fsdp2"): "shards", ("colossalai", "fsdp1"): "whole",
+    ("torchtune", "fsdp2"): "tensors", ("torchtitan", "fsdp2"): "shards",
 }  # fmt: skip
 _BUCKET = 250 * MIB
 _SENT_AT_ONCE = 2
@@ -31,7 +32,7 @@ _SENT_AT_ONCE = 2
 of ``csrc/distributed/c10d/comm.cpp`` has two buckets under way."""
 _UNPACKED = {"int8": 2, "nf4": 4, "nf4_double": 4}  # 16-bit bytes of a byte; GPTQ's are packed in the file
 _FIRST_KEY = -(10**6)  # below those of workspaces
-_ENGINES = {"fsdp1": "units", "fsdp2": "tensors", "deepspeed": "tensors"}
+_ENGINES = {"fsdp1": "units", "fsdp2": "tensors", "deepspeed": "tensors", "gemini": "whole"}
 
 
 def way_of(run: ForeignRun) -> str:
@@ -46,11 +47,12 @@ def way_of(run: ForeignRun) -> str:
 
 def loaded(whole: Stream, held: Stream, run: ForeignRun) -> dict[str, int]:
     """Bytes by component at the highest point of the load: ``whole`` is one device's stream, ``held`` the rank's."""
-    kept = sum(e.n_bytes for e in held.entries if e.owner == "parameter")
+    kept = sum(e.n_bytes for e in held.entries if e.owner == "parameter" and held.sections[e.section].startswith("own"))
     units = [sum(unit) for unit in _units(whole, run)] or [0.0]
     largest = max((_beside(e, run) for e in whole.entries if e.owner == "parameter" and not e.whole), default=0.0)
     pair = 2 * max(units)
-    beside = {"whole": sum(units) + max(units) - kept, "units": pair, "first": pair, "tensors": largest, "shards": 0.0}
+    read = run.spread.tensor * (sum(units) + max((max(unit) for unit in _units(whole, run)), default=0.0) / _width(run))
+    beside = {"whole": read - kept, "units": pair, "first": pair, "tensors": largest, "shards": 0.0}
     return {"parameter": kept, "temporary": max(round(beside[way_of(run)]), 0)}
 
 

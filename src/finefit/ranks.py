@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from .deepspeed import Partitioned, Replicated
 from .foreign import ForeignRun
+from .gemini import Gemini
 from .sharding import BYTES, GATHER, REDUCE, Buckets, Rank, padded_share
 from .stream import Entry, Stream, block_of
 
@@ -39,6 +40,7 @@ def of_rank(stream: Stream, run: ForeignRun, buckets: Buckets | None = None) -> 
         "fsdp1": FlatUnits,
         "fsdp2": Units,
         "deepspeed": Partitioned if spread.shard_stage == 3 else Replicated,
+        "gemini": Gemini,
     }
     return kinds.get(spread.engine, Rank)(stream, run, buckets or Buckets()).made()
 

@@ -1,7 +1,7 @@
 """One rank's stream from a single device's: parameters, gradients and states sharded, gathers and buckets put in.
 
 The step was simulated in the type it is computed in; the stored types are put right here. What all engines share, and
-DDP: a bucket copy of all gradients. FSDP is the business of ``ranks``, DeepSpeed that of ``deepspeed``.
+DDP: a bucket copy of all gradients. FSDP is the business of ``ranks``, DeepSpeed and Gemini are that of their own.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ def computed_as(run: ForeignRun) -> ForeignRun:
     Tensor parallel ranks (with sequence parallel: arXiv:2205.05198) hold each their share of every activation: of the
     heads, the MLP and the vocabulary, or of the rows; so one computes a share of the rows, and holds one of the weights.
     """
-    if run.spread.tensor > 1:
+    if run.spread.tensor > 1 and run.spread.gathers != "whole":
         run = replace(run, max_length=max(run.max_length // run.spread.tensor, 1))
     if run.spread.shard_stage == 0:
         return run

@@ -30,7 +30,7 @@ def sliced(stream: Stream, run: ForeignRun) -> Stream:
     matrices = {e.shape for e in stream.entries if e.owner == "parameter" and len(e.shape) > 1}  # and their casts
     entries = [_slice(e, ranks) if e.owner in held or e.shape in matrices else e for e in stream.entries]
     sliced = Stream(entries, stream.events, stream.sections, stream.section_start)
-    if run.spread.gathers == "symmetric":
+    if run.spread.gathers != "allocated":
         return sliced
     tokens = run.micro_batch_size * (run.max_length // ranks)
     width = max((stream.entries[i].shape[-1] for i in _tables(stream)), default=0)

@@ -36,7 +36,7 @@ class Entry:
 @dataclass(eq=False)
 class Stream:
     """``events`` are (entry, +1 born, -1 died or 0 its memory, and that of all before it, can be used again after it was
-    awaited); section i holds the events from ``section_start[i]``."""
+    awaited; 0 of one that is not empties the allocator's cache); section i holds the events from ``section_start[i]``."""
 
     entries: list[Entry] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -64,6 +64,10 @@ class Stream:
     def through(self, index: int) -> None:
         """The streams that read what died up to this entry are through with it."""
         self.events.append((index, 0))
+
+    def emptied(self) -> None:
+        """The allocator's cache is emptied; the last entry, which must not be awaited, stands for it."""
+        self.events.append((len(self.entries) - 1, 0))
 
     def component(self, entry: Entry) -> str:
         """What was born in a forward section and outlived it is an activation, what died where it was born temporary."""

@@ -30,8 +30,8 @@ def test_a_unit_and_its_flat_copy_are_whole_in_their_stored_type() -> None:
     assert _temporary(replace(RUN, spread=TWO)) == 2 * 200
 
 
-def test_whole_models_are_cut_unit_by_unit() -> None:
-    assert _temporary(replace(RUN, spread=TWO, load="whole")) == 400 + 200 - 200
+def test_whole_models_are_read_and_then_rounded_tensor_by_tensor() -> None:
+    assert _temporary(replace(RUN, spread=TWO, load="whole")) == 400 + 60 - 200
 
 
 def test_one_tensor_at_a_time() -> None:
