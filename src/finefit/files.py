@@ -2,6 +2,7 @@
 
 import atexit
 import errno
+import functools
 import os
 import shutil
 import stat
@@ -94,7 +95,13 @@ def replaceable(path: Path) -> Path:
 
 def user_cache(part: str) -> Path:
     """The folder of XDG_CACHE_HOME (or ~/.cache) that holds ``part`` of what finefit derives, there or not."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+    return _cache_of(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"), part)
+
+
+@functools.cache
+def _cache_of(named: str | None, _home: str | None, part: str) -> Path:
+    """It is asked for with every prediction."""
+    base = Path(named or Path.home() / ".cache").expanduser()
     return base / "finefit" / part
 
 

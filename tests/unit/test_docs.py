@@ -117,7 +117,7 @@ def test_examples_are_read(path, tmp_path):
 def test_the_checks_see_something():
     """Every check above finds its subject on the pages, so none passes for want of one."""
     guide = DOCS / "en" / "guide"
-    assert len(commands(ROOT / "README.md")) == 14
+    assert len(commands(ROOT / "README.md")) == 15
     assert len(blocks(guide / "data.md", "jsonl")) == 5
     assert "the-rehearsal" in anchors(DOCS / "en" / "prediction.md")
     assert len(re.findall("<!-- kept: ", (DOCS / "en" / "concepts" / "precision.md").read_text("utf-8"))) == 3
