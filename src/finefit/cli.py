@@ -175,7 +175,7 @@ def merge(
     steady_environment()
     from .merge import merge as merging
 
-    done = merging(adapter, output, base, dtype)
+    done = merging(adapter, output, base, dtype, lambda file: print(f"merging {file}", file=sys.stderr))
     print(f"merged: {done.folder}  ({done.says()})", file=sys.stderr)
     if done.minds():
         print(f"warning: {done.minds()}", file=sys.stderr)

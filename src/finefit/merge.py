@@ -10,9 +10,10 @@ Declines what ``LoRALinear`` does not train, by name: DoRA, biases, modules save
 
 import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class Merged:
     """What was written: tensors in all, those with an update, and the share of the update that rounding took."""
 
     folder: Path
+    tell: Callable[[str], None]
     tensors: int = 0
     adapted: int = 0
     update: float = 0.0
@@ -81,12 +83,15 @@ class Merged:
         return f"rounding to 16 bits is {100 * self.rounding:.0f} % of the update; --dtype float32 keeps all of it"
 
 
-def merge(source: Path, into: Path | None = None, base: str | None = None, dtype: str | None = None) -> Merged:
+def merge(
+    source: Path, into: Path | None = None, base: str | None = None, dtype: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Merged:  # fmt: skip
     """Write the base of ``source`` (a run's folder, or one with an adapter of peft's) with its adapter into ``into``.
 
-    ``base`` is a model's name or folder, where the adapter's own note of it does not hold; ``dtype`` one of ``TYPES``.
-    Errors: CheckpointError (no adapter, or one that was not written), ConfigError (``into`` is taken, no such type),
-    ModelError (it is not this base's adapter).
+    ``base`` is a model's name or folder, where the adapter's own note of it does not hold; ``dtype`` one of ``TYPES``;
+    ``tell`` hears of each file. Errors: CheckpointError (no adapter, or one that was not written), ConfigError (``into``
+    is taken, no such type), ModelError (it is not this base's adapter).
     """
     if dtype is not None and dtype not in TYPES:
         hint = did_you_mean(dtype, TYPES) or f"say {', '.join(TYPES)}"
@@ -94,9 +99,9 @@ def merge(source: Path, into: Path | None = None, base: str | None = None, dtype
     settings = {**_settings(source), "dtype": dtype}
     folder = _base(source, settings, base)
     check_base(folder)
-    merged = Merged((into or source / "merged").absolute())
+    merged = Merged((into or source / "merged").absolute(), tell)
     _check_place(merged.folder, folder)
-    if not (source / "plan.json").is_file():
+    if not (source / "plan.json").is_file() or not os.access(source, os.W_OK):  # an adapter, or a run that is kept
         _watched(source, settings, folder, merged)
         return merged
     held, plan = hold(source), load_plan(source / "plan.json")
@@ -127,7 +132,8 @@ def _settings(source: Path) -> Mapping[str, Any]:
         raise CheckpointError("there is no adapter here" + (" yet" if is_run else ""), where=str(source), hint=hint)
     try:
         settings: dict[str, Any] = json.loads((source / CONFIG).read_text(encoding="utf-8"))
-        rank, _ = int(settings["r"]), float(settings["lora_alpha"])
+        rank = int(settings["r"])
+        settings["lora_alpha"] = float(settings["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = f"not the config of a LoRA adapter: {type(error).__name__}: {error}"
         raise CheckpointError(said, where=str(source / CONFIG), hint="peft writes r and lora_alpha there") from error
@@ -204,7 +210,9 @@ def _write(adapter: Path, settings: Mapping[str, Any], base: Path, building: Pat
     with _opened(adapter) as updates:
         left = _pairs(updates, adapter)
         places = Places(models.config_of(base), left)
-        for path in models.weight_files(base):
+        files = models.weight_files(base)
+        for number, path in enumerate(files, 1):
+            merged.tell(f"{path.name}, {number} of {len(files)}")
             with _opened(path) as file:
                 wanted = TYPES.get(settings["dtype"])
                 described = {name: _described(file.get_slice(name), wanted, path) for name in file.keys()}  # noqa: SIM118

@@ -404,7 +404,7 @@ def test_a_run_is_merged_into_a_model_of_its_own(finefit, environment, request, 
 
     run = shutil.copytree(request.getfixturevalue(method), tmp_path / "run")
     said = finefit("merge", run).stderr
-    assert said.startswith(f"merged: {run}/merged  (28 of 38 tensors changed, ")
+    assert said.startswith(f"merging model.safetensors, 1 of 1\nmerged: {run}/merged  (28 of 38 tensors changed, ")
     merged = AutoModelForCausalLM.from_pretrained(run / "merged", dtype="auto")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), run)
     ids = torch.arange(2, 40)[None]

@@ -142,6 +142,8 @@ def test_pieces_are_what_is_held(tmp_path, monkeypatch):
         ({"peft_type": "IA3"}, "it is IA3 of rank 4"),
         ({"r": 0}, "it is LORA of rank 0"),
         ({"r": "four"}, "not the config of a LoRA adapter: ValueError"),
+        ({"lora_alpha": "loud"}, "not the config of a LoRA adapter: ValueError"),
+        ({"lora_alpha": None}, "not the config of a LoRA adapter: TypeError"),
         ({"base_model_name_or_path": None}, "the adapter does not say its base"),
         ({"base_model_name_or_path": "no/where"}, "no/where"),
     ],
