@@ -46,7 +46,7 @@ STEADY = "steady"
 def step_stream(config: Mapping[str, Any], run: ForeignRun, whole: bool = False) -> Stream:
     """The allocations of one steady optimizer step of ``run`` on one device, before anything is sharded."""
     depth, pattern = layers_of(config, run.method.startswith("adapter"))
-    shallow = depth if whole else pattern.shallow(depth)
+    shallow = depth if whole else pattern.shallow(depth)[0]
     ledger = Ledger(CUDA)
     with fake_world(run.attention if run.attention != "sdpa" else None):
         stepped = builder_of(run.tool)(config, run, shallow)
@@ -54,12 +54,12 @@ def step_stream(config: Mapping[str, Any], run: ForeignRun, whole: bool = False)
     return _deep(ledger, pattern, shallow, depth) or step_stream(config, run, whole=True)
 
 
-def _deep(ledger: Ledger, pattern: Pattern, shallow: int, depth: int) -> Stream | None:
+def _deep(ledger: Ledger, pattern: Pattern, shallow: int, depth: int, first: int = 0) -> Stream | None:
     """The stream of the whole depth; None where the blocks turn out not to repeat, and the whole must be stepped."""
     if shallow == depth:
         return ledger
     try:
-        return unrolled(ledger, pattern, depth)
+        return unrolled(ledger, pattern, depth, first)
     except KeyError:
         return None
 
@@ -69,14 +69,14 @@ def plan_stream(
 ) -> Stream:
     """The allocations of one step of finefit's own run: the real techniques on the real model.
 
-    ``kind``: cpu or cuda, the device it stands for. Where only some blocks are checkpointed all are stepped.
+    ``kind``: cpu or cuda, the device it stands for.
     """
     from transformers import AutoConfig
 
     depth, pattern = layers_of(config)
-    some = next((t.blocks for t in techniques if isinstance(t, Checkpointing)), 0)
-    shallow = depth if whole or 0 < some < depth else pattern.shallow(depth)
-    fitted = [replace(t, blocks=min(t.blocks, shallow)) if isinstance(t, Checkpointing) else t for t in techniques]
+    first = next((min(t.blocks, depth) for t in techniques if isinstance(t, Checkpointing)), 0)
+    shallow, some = (depth, first) if whole else pattern.shallow(depth, first)
+    fitted = [replace(t, blocks=some) if isinstance(t, Checkpointing) else t for t in techniques]
     steps = next((t.most_steps for t in techniques if isinstance(t, Accumulation)), 1)
     made = AutoConfig.for_model(**shallow_config(config, shallow)).get_text_config()
     ledger = Ledger(CUDA if kind == "cuda" else None)
@@ -86,7 +86,7 @@ def plan_stream(
             fill_empty(run.model, run.device)
             run.optimizer = own_optimizer(run, Optimizing())
             run_step(run, batch_of(micro), ledger, min(steps, MICRO_STEPS))
-    return _deep(ledger, pattern, shallow, depth) or plan_stream(config, techniques, micro, kind, whole=True)
+    return _deep(ledger, pattern, shallow, depth, first) or plan_stream(config, techniques, micro, kind, whole=True)
 
 
 def layers_of(config: Mapping[str, Any], adapted: bool = False) -> tuple[int, Pattern]:

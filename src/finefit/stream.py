@@ -145,10 +145,20 @@ class Pattern:
     prefix: int = 0
     period: int = 1
 
-    def shallow(self, depth: int) -> int:
-        """Blocks of a model that shows all that a model of ``depth`` blocks does: five groups and what is left over."""
-        rest = (depth - self.prefix) % self.period
-        return min(depth, self.prefix + 5 * self.period + rest)
+    def shallow(self, depth: int, first: int = 0) -> tuple[int, int]:
+        """Blocks of a model that shows all that a model of ``depth`` blocks does, and how many of these are ``first``
+        ones, which are otherwise treated than the rest: five groups of either kind and what is left over."""
+        gone = [max(0, groups - _SHOWN) * self.period for _, groups in self.spans(depth, first)]
+        return depth - sum(gone), first - (gone[0] if first > self.prefix else 0)
+
+    def spans(self, depth: int, first: int = 0) -> list[tuple[int, int]]:
+        """(first group, how many) of the groups that are alike in all; one cut by the end of the ``first`` blocks is
+        alike to none."""
+        groups = max(depth - self.prefix, 0) // self.period
+        cut, inside = divmod(max(first - self.prefix, 0), self.period)
+        if cut >= groups:
+            return [(0, groups)]
+        return [(0, cut), (cut + (inside > 0), groups - cut - (inside > 0))]
 
     def group(self, block: int) -> tuple[int, int]:
         return divmod(block - self.prefix, self.period) if block >= self.prefix else (-1, block)
@@ -164,22 +174,23 @@ def pattern_of(kinds: list[str]) -> Pattern:
     return Pattern(0, depth)
 
 
-_UNIT = 2  # the group that is repeated: its neighbours are groups of the middle, as it is
+_SHOWN = 5
+_UNIT = 2  # the group of those shown that is repeated: its neighbours are groups of the middle, as it is
 
 
-def unrolled(stream: Stream, pattern: Pattern, depth: int) -> Stream:
-    """The stream of a model with ``depth`` blocks, from that of ``pattern.shallow(depth)`` blocks."""
-    shallow = pattern.shallow(depth)
-    if shallow == depth:
-        return stream
-    return _Unroller(stream, pattern, (depth - shallow) // pattern.period + 1).run()
+def unrolled(stream: Stream, pattern: Pattern, depth: int, first: int = 0) -> Stream:
+    """The stream of a model with ``depth`` blocks, from that of ``pattern.shallow(depth, first)`` blocks."""
+    for start, groups in pattern.spans(depth, first):
+        if groups > _SHOWN:
+            stream = _Unroller(stream, pattern, start + _UNIT, groups - _SHOWN + 1).run()
+    return stream
 
 
 class _Unroller:
     """Walks the shallow stream's sections in order, those of the unit group ``copies`` times."""
 
-    def __init__(self, stream: Stream, pattern: Pattern, copies: int) -> None:
-        self.old, self.pattern, self.copies = stream, pattern, copies
+    def __init__(self, stream: Stream, pattern: Pattern, unit: int, copies: int) -> None:
+        self.old, self.pattern, self.unit, self.copies = stream, pattern, unit, copies
         self.new = Stream(sections=[], section_start=[])
         self.home = [self._home_of(entry) for entry in stream.entries]
         self.at: dict[tuple[int, int], int] = {}  # (old entry, copy) → new entry
@@ -190,8 +201,8 @@ class _Unroller:
         i = 0
         while i < len(sections):
             last = i
-            if self._group(sections[i][0]) == _UNIT:
-                while last + 1 < len(sections) and self._group(sections[last + 1][0]) == _UNIT:
+            if self._group(sections[i][0]) == self.unit:
+                while last + 1 < len(sections) and self._group(sections[last + 1][0]) == self.unit:
                     last += 1
                 backward = sections[i][0].startswith("backward")
                 for copy in reversed(range(self.copies)) if backward else range(self.copies):
@@ -218,17 +229,17 @@ class _Unroller:
         """(old entry, copy) that an event stands for, in the section of ``group`` and its ``copy``."""
         home = self.home[entry]
         if group is None:  # outside the blocks: what belongs to the unit happens to every copy
-            return [(entry, j) for j in range(self.copies)] if home == _UNIT else [(entry, -1)]
-        if group != _UNIT:
-            if home != _UNIT:
+            return [(entry, j) for j in range(self.copies)] if home == self.unit else [(entry, -1)]
+        if group != self.unit:
+            if home != self.unit:
                 return [(entry, -1)]
-            return [(entry, self.copies - 1 if group > _UNIT else 0)]
-        if home == _UNIT:
+            return [(entry, self.copies - 1 if group > self.unit else 0)]
+        if home == self.unit:
             return [(entry, copy)]
-        neighbour = copy + (home - _UNIT if home is not None else 0)
-        if home in (_UNIT - 1, _UNIT + 1) and 0 <= neighbour < self.copies:
+        neighbour = copy + (home - self.unit if home is not None else 0)
+        if home in (self.unit - 1, self.unit + 1) and 0 <= neighbour < self.copies:
             return [(self.like[entry], neighbour)] if entry in self.like else []
-        if home in (_UNIT - 1, _UNIT + 1):
+        if home in (self.unit - 1, self.unit + 1):
             return [(entry, -1)]
         first = self.copies - 1 if self.new.sections[-1].startswith("backward") else 0
         return [(entry, -1)] if copy == first else []  # of the whole model: it happens once
@@ -248,9 +259,9 @@ class _Unroller:
         if block is None:
             return name
         group, place = self.pattern.group(block)
-        if group > _UNIT:
+        if group > self.unit:
             group += self.copies - 1
-        elif group == _UNIT:
+        elif group == self.unit:
             group += copy
         return (
             f"{name.rpartition(' ')[0]} {self.pattern.prefix + group * self.pattern.period + place}"
@@ -271,6 +282,6 @@ class _Unroller:
                 order[key] = [entry for entry, sign in events if sign > 0]
         out: dict[int, int] = {}
         for (word, visit, group, place), entries in order.items():
-            if group in (_UNIT - 1, _UNIT + 1):
-                out.update(zip(entries, order.get((word, visit, _UNIT, place), []), strict=False))
+            if group in (self.unit - 1, self.unit + 1):
+                out.update(zip(entries, order.get((word, visit, self.unit, place), []), strict=False))
         return out

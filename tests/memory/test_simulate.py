@@ -132,6 +132,25 @@ def test_blocks_that_alternate_are_repeated_by_their_period() -> None:
 TRUTH = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-truth.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("model", "first"), [("SmolLM2-135M", 13), ("SmolLM2-135M", 27), ("Gemma-2-2B", 11), ("DeepSeek-V2-Lite", 9)]
+)
+def test_some_blocks_checkpointed_are_as_all_of_them_stepped(model, first):
+    """Two runs of blocks that are alike, of each five groups stepped; of the update one tensor is as long as there are
+    tensors, which is not repeated."""
+    techniques = [Precision("bf16"), Lora(8), FusedOps(), FusedLoss(256), Checkpointing(first)]
+    shown, whole = (plan_stream(_config(model), techniques, Micro(256, 256, 256), "cuda", way) for way in (False, True))
+    update = shown.section_start[shown.sections.index("optimizer")]
+    assert [(sign, shown.entries[i].n_bytes) for i, sign in shown.events[:update]] == [
+        (sign, whole.entries[i].n_bytes) for i, sign in whole.events[:update]
+    ]
+    assert shown.sections == whole.sections
+    assert {m: parts for m, parts in shown.moments().items() if m != "optimizer_step"} == {
+        m: parts for m, parts in whole.moments().items() if m != "optimizer_step"
+    }
+    assert replay(shown.allocations()) == replay(whole.allocations())
+
+
 @pytest.mark.parametrize("case", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 19))])
 def test_a_simulated_step_is_what_a_gpu_measured(case: int) -> None:
     """Peak allocated within 0.3 %: an H200, PyTorch 2.11; see benchmarks/gpu_truth.py."""

@@ -24,7 +24,19 @@ def test_alternating_blocks_have_a_period() -> None:
 
 
 def test_a_shallow_model_keeps_the_remainder_of_the_period() -> None:
-    assert [Pattern(0, 2).shallow(depth) for depth in (3, 24, 25)] == [3, 10, 11]
+    assert [Pattern(0, 2).shallow(depth) for depth in (3, 24, 25)] == [(3, 0), (10, 0), (11, 0)]
+
+
+def test_five_groups_of_either_kind_where_the_first_blocks_are_otherwise():
+    assert Pattern(0, 1).shallow(80, 30) == (10, 5)
+    assert Pattern(0, 1).shallow(80, 3) == (8, 3)
+    assert Pattern(0, 1).shallow(80, 80) == (5, 5)
+    assert Pattern(3, 1).shallow(61, 2) == (8, 2)
+    assert Pattern(3, 1).shallow(61, 30) == (13, 8)
+    assert Pattern(0, 6).spans(62, 20) == [(0, 3), (4, 6)]  # the fourth group is cut
+    assert Pattern(0, 6).shallow(62, 20) == (56, 20)
+    assert Pattern(0, 6).spans(62, 61) == [(0, 10)]  # in what is left over
+    assert Pattern(0, 6).shallow(62, 61) == (32, 31)
 
 
 def _stream() -> Stream:
