@@ -30,7 +30,6 @@ _UNHEARD = {
     "--explain": "leave it out; finefit plan MODEL --explain tells of finefit's own plans",
     "--verify": "leave it out: another tool's run is always simulated",
 }
-_MOST_EXAMPLES = 2**14  # of one step; more are a slip of the hand
 #: Layers beside the blocks that PEFT adapts too.
 _OUTSIDE = ("lm_head", "embed_tokens", "wte", "wpe", "embed_out", "word_embeddings")
 
@@ -173,8 +172,6 @@ def _ours(foreign: Foreign, hardware: HardwareSpec) -> tuple[Plan | None, str]:
         config = load(
             None, [s for s in settings if not s.startswith(("model=", "data="))], {"model": foreign.run.model}
         )
-        if (examples := config.train.global_batch_size) > _MOST_EXAMPLES:
-            return None, f"{examples:,} examples a step are more than is planned for here: {_MOST_EXAMPLES:,}"
         model = _as_long(resolve_model(foreign.run.model), config.train.max_length)
         return planning.make_plan(config, model, hardware, None), ""
     except DoesNotFit as error:

@@ -220,7 +220,9 @@ def test_a_wish_without_clipping_says_so(run_file: Path) -> None:
     assert "gradients clipped to a global norm of 0.5" == Clipping(0.5).describe()
 
 
-def test_a_wish_of_too_many_examples_is_not_planned_for_minutes(run_file: Path) -> None:
+def test_a_wish_of_millions_of_examples_is_planned_at_once(run_file: Path) -> None:
     run_file.write_text(RUN_FILE.replace("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 1000000"))
-    found = _ours(read(run_file), HardwareSpec.from_name("RTX 4090"))
-    assert (None, "2,000,000 examples a step are more than is planned for here: 16,384") == found
+    started = time.process_time()
+    plan, _ = _ours(read(run_file), HardwareSpec.from_name("RTX 4090"))
+    assert plan is not None and plan.global_batch_size == 2_000_000
+    assert time.process_time() - started < 5
