@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accuracy import error, machine
+from accuracy_cpu import error, machine
 
 HERE = Path(__file__).parent
 RESULTS, ROOT = HERE / "results", HERE.parent
