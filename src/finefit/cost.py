@@ -1,8 +1,8 @@
 """Seconds of one optimizer step, from operation counts and the device's rates: what the search compares plans by.
 
 Counts matrix products (forward, both backward products where the weight trains, recomputation), attention, the head and
-the loss on the rows that meet them, low-rank updates, quantised weights brought back, the optimizer's memory traffic and
-a fixed cost per micro-batch; over several devices also what they send each other and wait for (``traffic``). Good for
+the loss on the rows that meet them, low-rank updates, quantised weights brought back, what each micro-batch moves of the
+weights and their gradients, the optimizer's memory traffic and a fixed cost per micro-batch; over several devices also what they send each other and wait for (``traffic``). Good for
 ranking plans; absolute values are as good as the rates.
 """
 
@@ -37,15 +37,21 @@ class Efficiency:
     logit_bytes: tuple[float, float]
     """Traffic of the loss per logit, in units of a 2-byte element's: in chunks that stay in cache or are reused, and
     whole, where on a CPU each copy is of fresh pages."""
+    fresh_bytes: float
+    """Traffic that the first touch of a byte costs beside it, where memory comes fresh from the system."""
 
 
 # CPU: from a profile of single operators within the steps of 12 plans of a 135M model on 2 cores with AMX (torch 2.13,
 # 2026-11-30): a score takes 72 bytes' time at the rate of a copy, a logit 53 in a chunk and 520 whole. CUDA: the usual
-# 0.6 of the data sheet and counts of reads and writes; not measured by us.
+# 0.6 of the data sheet and counts of reads and writes; not measured by us. A fresh page: 113 MB were filled at 1.9 GB/s
+# where a copy moves 22.7 (there).
 _ON = {
-    "cpu": Efficiency(0.9, 24, 1.0, 72, 2.5e-3, 8e-6, 12, 12, (53, 520)),
-    "cuda": Efficiency(0.6, 256, 0.4, 0, 0, 6e-6, 4, 4, (34, 42)),
+    "cpu": Efficiency(0.9, 24, 1.0, 72, 2.5e-3, 8e-6, 12, 12, (53, 520), 11),
+    "cuda": Efficiency(0.6, 256, 0.4, 0, 0, 6e-6, 4, 4, (34, 42), 0),
 }
+_FRESH_FROM = (
+    2**25
+)  # bytes of one allocation that the C library always asks the system for (mallopt(3), M_MMAP_THRESHOLD)
 _MULTIPLIED = ("linear", "transposed", "matrix", "expert")  # roles of tensors that activations are multiplied with
 _QUERY_ROWS = 128  # that attention on a CPU works on at once (nn.attention)
 _CALLS_PER_BLOCK = 120  # forward and backward
@@ -82,6 +88,7 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
     moved += on.low_rank_passes * work.mean_tokens * _low_rank_bytes(layout) * (1 + again / 4)
     moved += (scores + _loss_bytes(layout, work, on)) * layout.element_bytes / 2
+    moved += _weight_bytes(layout, work, on, again)
     traffic = moved / hardware.bandwidth_bytes_per_s
     return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
 
@@ -135,12 +142,49 @@ def _head_flops(layout: Layout, work: Work) -> float:
     return 2 * head * rows * (2 + trains)
 
 
+def _chunks(layout: Layout, work: Work) -> float:
+    """Chunks of the loss in a step."""
+    chunks = _rows(layout, work) / layout.loss_chunk if layout.loss_chunk else 0.0
+    return max(chunks, work.mean_steps)
+
+
 def _loss_bytes(layout: Layout, work: Work, on: Efficiency) -> float:
     """Traffic of the loss, and of the head's weight, which each chunk reads forward and backward."""
-    rows, model = _rows(layout, work), layout.model
-    chunks = max(rows / layout.loss_chunk, work.mean_steps) if layout.loss_chunk else work.mean_steps
-    weight = 2 * 2 * model.hidden_size * model.vocab_size * chunks
-    return rows * model.vocab_size * on.logit_bytes[not layout.loss_chunk] + weight
+    model = layout.model
+    weight = 2 * 2 * model.hidden_size * model.vocab_size * _chunks(layout, work)
+    return _rows(layout, work) * model.vocab_size * on.logit_bytes[not layout.loss_chunk] + weight
+
+
+def _weight_bytes(layout: Layout, work: Work, on: Efficiency, again: float) -> float:
+    """What a step moves of weights that train and of their gradients, beside the update.
+
+    Each micro-batch reads them, or casts them to the type of the products, writes a gradient and brings it into the
+    type of the weight; from the second on it is added to the sum. An embedding's gradient is all zeros first; a head's
+    is added up over the chunks of the loss, and where the two are one tensor over both of its uses.
+    """
+    total, steps = 0.0, work.mean_steps
+    element = layout.element_bytes
+    for g in layout.groups:
+        if not g.trainable:
+            continue
+        size, width = g.numel * g.count, g.bits // 8
+        is_cast = width != element
+
+        def fresh(n_bytes: int, numel: int = g.numel) -> float:
+            """Traffic of writing a new tensor of this width: it may be of fresh pages."""
+            return n_bytes * (1 + on.fresh_bytes * (numel * n_bytes >= _FRESH_FROM))
+
+        cast = width + fresh(element) if is_cast else 0.0
+        read, added = 2 * element + cast, 3 * width
+        gradient = fresh(element) + (element + fresh(width) if is_cast else 0.0)
+        if g.role in ("embedding", "head"):
+            tied = layout.model.tie_word_embeddings
+            if g.role == "head" or tied:
+                total += size * _chunks(layout, work) * (fresh(element) + element + 2 * width)
+            gradient = fresh(width) * (1 + tied) + (added + 2 * width) * tied
+            again = 0.0
+        total += size * (steps * (read + again * (cast or element) + gradient) + max(steps - 1, 0.0) * added)
+    return total
 
 
 def _elementwise_bytes(layout: Layout) -> float:

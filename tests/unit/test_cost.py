@@ -71,3 +71,24 @@ def test_a_quantised_weight_is_brought_back_in_each_pass(blocks, times, bits, n_
     elements = 24 * sum(p.numel for p in MODEL.linears())
     chunks = 24 * sum(-(-p.numel // 2**19) for p in MODEL.linears())
     assert small - dense == pytest.approx(8 * times * (elements * n_bytes / 1e12 + chunks * 12 * 6e-6), rel=1e-6)
+
+
+# An arithmetic that operations cost nothing on: what is left is memory traffic.
+MOVED = HardwareSpec("moved", "cuda", 2**34, matmul_flops_per_s=(("float32", 1e30), ("bfloat16", 1e30)),
+                     bandwidth_bytes_per_s=1.0)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "later"),
+    [("fp32", 4 + 4 + 4, 12), ("bf16", 2 + 2 + 2, 6), ("bf16_mixed", 2 + 2 + (4 + 2) + 2 + (2 + 4), 12)],
+)
+def test_what_a_micro_batch_moves_of_a_weight(kind, first, later):
+    """Read forward and backward, cast where the types differ, a gradient written, from the second on added to the sum."""
+    few, many = (Uniform(8, 256).work(size, 0, False) for size in (8, 1))
+    untied = ModelSpec("m", "llama", 1024, 4096, 24, 16, 8, 64, 100, tie_word_embeddings=False)
+    one, eight = (
+        seconds_per_step(rewrite(untied, work.largest[0], (Precision(kind), FusedLoss(2048))), work, MOVED)
+        for work in (few, many)
+    )
+    inside = 24 * sum(p.numel for p, _ in untied.block_tensors())
+    assert (eight - one) / inside == pytest.approx(7 * (first + later), rel=0.02)  # embedding and head: 200 rows

@@ -96,9 +96,9 @@ def test_the_length_it_names_is_the_longest_that_fits(budget, job):
 def test_the_ways_out_of_a_small_budget():
     """Another method is said to be a choice of quality; what is kept as it was asked for comes without one."""
     assert ways(message_of(ask("1GiB", FULL)).hint) == [
-        "method=lora would fit: 818 MiB, 310 tokens/s "
+        "method=lora would fit: 818 MiB, 309 tokens/s "
         "(adapters on a frozen base instead of all weights: a choice of quality)",
-        "memory.budget=2568MiB would fit: 2.51 GiB, 240 tokens/s",
+        "memory.budget=2568MiB would fit: 2.51 GiB, 210 tokens/s",
         "method=qlora would fit: 667 MiB, 282 tokens/s (adapters on a quantised base: a choice of quality)",
     ]
 
