@@ -26,6 +26,8 @@ MANIFEST = "manifest.json"
 def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path, int]:
     """Write the state after ``step`` into ``folder``/step-NNNNNN; the path and its bytes. Older than ``keep`` go."""
     final = folder / f"step-{step:06d}"
+    for stale in folder.glob(".step-*.tmp"):  # of a process that was killed: the run folder is this one's alone
+        shutil.rmtree(stale, ignore_errors=True)
     try:
         with replacing_folder(final) as building:
             save_trained(run.model, building, base)
@@ -34,6 +36,7 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
             write_atomically(building / "state.json", json.dumps({"step": step, "torch": torch.__version__}).encode())
             sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
             write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {step} was not written: {error.strerror}", where=str(final),

@@ -61,15 +61,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder beside ``folder`` to fill; it takes that place when the block ends well, and is gone if not.
 
-    OSError is the caller's to tell.
+    Nothing is written over: where ``folder`` is there by then, and not empty, it stays. OSError is the caller's to tell.
     """
-    building = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
+    folder = folder.resolve()  # of new/.. is one folder before new is made, and another one after
+    building = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building.mkdir()
     try:
-        building.mkdir(parents=True)
         yield building
-        if folder.exists():
-            shutil.rmtree(folder)
         os.replace(building, folder)
         sync_folder(folder.parent)
     finally:

@@ -99,7 +99,7 @@ def merge(
     settings = {**_settings(source), "dtype": dtype}
     folder = _base(source, settings, base)
     check_base(folder)
-    merged = Merged((into or source / "merged").absolute(), tell)
+    merged = Merged((into or source / "merged").resolve(), tell)
     _check_place(merged.folder, folder)
     if not (source / "plan.json").is_file() or not os.access(source, os.W_OK):  # an adapter, or a run that is kept
         _watched(source, settings, folder, merged)

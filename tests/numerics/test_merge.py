@@ -1,6 +1,7 @@
 """A merged model against peft's own merge of the same adapter, and what is refused rather than merged wrongly."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +208,37 @@ def test_nothing_is_written_over(tmp_path):
         merge.merge(adapter)
     with pytest.raises(ConfigError, match="there is something already"):
         merge.merge(adapter, base)
+
+
+def test_a_path_that_means_another_folder_once_it_is_made(tmp_path, monkeypatch):
+    """new/.. is nowhere before new is made, and then it is the folder that has everything in it."""
+    base = base_in(tmp_path / "base")
+    adapter_in(tmp_path / "adapter", base)
+    (tmp_path / ".out.tmp").mkdir()
+    (tmp_path / ".out.tmp" / "mine").write_text("kept")
+    monkeypatch.chdir(tmp_path)
+    for name in ("new/..", ".", "..", "", "new/../adapter"):
+        with pytest.raises(ConfigError, match="there is something already"):
+            merge.merge(Path("adapter"), Path(name))
+    (tmp_path / "empty").mkdir()
+    for name in ("new/../out", "empty"):
+        assert merge.merge(Path("adapter"), Path(name)).adapted == 21
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp", "adapter", "base", "empty", "out"]
+    assert (tmp_path / ".out.tmp" / "mine").read_text() == "kept"
+
+
+def test_a_folder_that_comes_while_it_is_written_stays(tmp_path):
+    base = base_in(tmp_path / "base")
+    adapter = adapter_in(tmp_path / "adapter", base)
+
+    def somebody(_file):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("kept")
+
+    with pytest.raises(CheckpointError, match="was not written"):
+        merge.merge(adapter, tmp_path / "out", tell=somebody)
+    assert (tmp_path / "out" / "theirs").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
 
 
 def test_a_folder_without_an_adapter(tmp_path):
