@@ -7,6 +7,7 @@ docs/en/accuracy.md and docs/zh/accuracy.md. ``accuracy.py`` calls it when it ra
 """
 
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -35,7 +36,7 @@ def summary_of(pairs: Sequence[Pair]) -> dict[str, Any]:
     out: dict[str, Any] = {"cases": len(pairs), "refused": sum(line["refused"] is not None for _, line in pairs)}
     if errors:
         out |= {
-            "peaks": len(errors), "median": statistics.median(errors), "p90": errors[int(0.9 * (len(errors) - 1))],
+            "peaks": len(errors), "median": statistics.median(errors), "p90": errors[math.ceil(0.9 * len(errors)) - 1],
             "worst": errors[-1], "within_8_percent": sum(e <= 0.08 for e in errors) / len(errors),
         }  # fmt: skip
     if verdicts:

@@ -24,7 +24,7 @@ MADE = "<!-- made by scripts/fits_page.py: run it again after a change of the pr
 WORDS: dict[str, dict[str, str]] = {
     "en": {
         "title": "What fits which card",
-        "says": "For each model and method: the longest example that fits, in tokens (k = 1,024), and the predicted "
+        "says": "For each model and method: the longest example that fits, in tokens (k = 1,024, in steps of 512), and the predicted "
         "tokens per second at 2k tokens, or at that length where it is shorter. One example at a time, 16 to a step, "
         "rank 16, as many blocks checkpointed as needed, 4 % of the card left free. `-`: not even 512 tokens fit. `?`: "
         "not known without a trace of the model. `x`: the method does not take this model. All figures are predicted: speeds come from data sheets and are good "
@@ -34,7 +34,7 @@ WORDS: dict[str, dict[str, str]] = {
     },
     "zh": {
         "title": "哪张卡能训练什么",
-        "says": "每个模型、每种方法：放得下的最长样本（词元数，k = 1,024），以及在 2k 词元"
+        "says": "每个模型、每种方法：放得下的最长样本（词元数，k = 1,024，以 512 为步长），以及在 2k 词元"
         "（更短时按该长度）时预测的每秒词元数。一次一个样本，每步 16 个，秩 16，按需重算若干层的激活，"
         "留出显存的 4 %。`-`：连 512 个词元也放不下。`?`：要先追踪一次模型才知道。`x`：该方法不适用于这个模型。"
         "所有数字都是预测值：速度来自产品规格，适合比较，不适合据此租机器。自己的卡和精确数字：",

@@ -112,7 +112,10 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+_RESUME = "free some disk space, then finefit resume: only the tokenizer is missing"
+
+
+def save_tokenizer(tokenizer: Any, folder: Path, hint: str = _RESUME) -> None:
     """The tokenizer's files, each whole or as it was."""
     building = folder / ".tokenizer.tmp"
     shutil.rmtree(building, ignore_errors=True)
@@ -121,7 +124,6 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         for path in sorted(building.iterdir()):
             os.replace(path, folder / path.name)
     except Exception as error:  # tokenizers has no class for a full disk
-        hint = "free some disk space, then finefit resume: only the tokenizer is missing"
         raise CheckpointError(f"the tokenizer was not written: {error}", where=str(folder), hint=hint) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)

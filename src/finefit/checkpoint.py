@@ -26,8 +26,6 @@ MANIFEST = "manifest.json"
 def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path, int]:
     """Write the state after ``step`` into ``folder``/step-NNNNNN; the path and its bytes. Older than ``keep`` go."""
     final = folder / f"step-{step:06d}"
-    for stale in folder.glob(".step-*.tmp"):  # of a process that was killed: the run folder is this one's alone
-        shutil.rmtree(stale, ignore_errors=True)
     try:
         with replacing_folder(final) as building:
             save_trained(run.model, building, base)

@@ -214,7 +214,7 @@ def fits(
     model: Annotated[str, typer.Option(help="only models with this in their name")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON with exact numbers")] = False,
 ) -> None:
-    """What fits a device: every known model, by method the longest example it could be trained on, and how fast."""
+    """What fits a device: every known model, by method the longest example (in steps of 512 tokens), and how fast."""
     from .candidates import METHODS
     from .fits import fits
     from .hardware import HardwareSpec

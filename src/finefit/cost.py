@@ -127,7 +127,7 @@ def _met_share(layout: Layout, role: str) -> float:
 def _low_rank_bytes(layout: Layout) -> float:
     """Bytes of one token going into and coming out of all low-rank products, whose arithmetic is nothing beside them."""
     adapters = sum(g.numel * g.count for g in layout.groups if "lora_" in g.name)
-    return adapters / max(layout.rank, 1) * layout.element_bytes
+    return adapters * layout.mesh.tensor / max(layout.rank, 1) * layout.element_bytes
 
 
 def _rows(layout: Layout, work: Work) -> float:
@@ -162,29 +162,25 @@ def _weight_bytes(layout: Layout, work: Work, on: Efficiency, again: float) -> f
     type of the weight; from the second on it is added to the sum. An embedding's gradient is all zeros first; a head's
     is added up over the chunks of the loss, and where the two are one tensor over both of its uses.
     """
-    total, steps = 0.0, work.mean_steps
-    element = layout.element_bytes
+    element, tied = layout.element_bytes, layout.model.tie_word_embeddings
+    later = max(work.mean_steps - 1, 0.0)
+    total = 0.0
     for g in layout.groups:
         if not g.trainable:
             continue
-        size, width = g.numel * g.count, g.bits // 8
-        is_cast = width != element
-
-        def fresh(n_bytes: int, numel: int = g.numel) -> float:
-            """Traffic of writing a new tensor of this width: it may be of fresh pages."""
-            return n_bytes * (1 + on.fresh_bytes * (numel * n_bytes >= _FRESH_FROM))
-
-        cast = width + fresh(element) if is_cast else 0.0
+        width = g.bits // 8
+        new = {n: n * (1 + on.fresh_bytes * (g.numel * n >= _FRESH_FROM)) for n in (element, width)}  # written first
+        cast = width + new[element] if width != element else 0.0
         read, added = 2 * element + cast, 3 * width
-        gradient = fresh(element) + (element + fresh(width) if is_cast else 0.0)
         if g.role in ("embedding", "head"):
-            tied = layout.model.tie_word_embeddings
-            if g.role == "head" or tied:
-                total += size * _chunks(layout, work) * (fresh(element) + element + 2 * width)
-            gradient = fresh(width) * (1 + tied) + (added + 2 * width) * tied
-            again = 0.0
-        total += size * (steps * (read + again * (cast or element) + gradient) + max(steps - 1, 0.0) * added)
-    return total
+            each = read + new[width] * (1 + tied) + (added + 2 * width) * tied
+            chunk = (new[element] + element + 2 * width) * (g.role == "head" or tied)
+        else:
+            each = read + again * (cast or element) + new[element] + (element + new[width] if cast else 0.0)
+            chunk = 0.0
+        moved = work.mean_steps * each + later * added + _chunks(layout, work) * chunk
+        total += g.numel * g.count * moved
+    return total * layout.mesh.tensor  # a rank's groups are its part
 
 
 def _elementwise_bytes(layout: Layout) -> float:

@@ -47,12 +47,14 @@ class Data:
         return FromOrder(steps, self.store.lengths.tolist(), self.store.labelled.tolist())
 
 
-def tokenizer_of(folder: Path) -> Any:
+def tokenizer_of(folder: Path, described: bool = True) -> Any:
+    """transformers' tokenizer of a model's folder; ``described``: it must have a config.json, as an adapter's has not."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise EngineError("training needs transformers", hint="pip install 'finefit[train]'") from error
-    resolve_model(str(folder))  # says what is wrong with a config.json before transformers trips over it
+    if described or (folder / "config.json").is_file():
+        resolve_model(str(folder))  # says what is wrong with a config.json before transformers trips over it
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a library raises on a file it cannot read: the file is the user's

@@ -66,6 +66,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     folder = folder.resolve()  # of new/.. is one folder before new is made, and another one after
     building = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _forget_dead(folder)
     building.mkdir()
     try:
         yield building
@@ -73,6 +74,21 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _forget_dead(folder: Path) -> None:
+    """Remove what processes that were killed had begun to build of ``folder``."""
+    import psutil
+
+    for path in folder.parent.iterdir():
+        number = path.name.removeprefix(f".{folder.name}.").removesuffix(".tmp")
+        if (
+            path.name == f".{folder.name}.{number}.tmp"
+            and number.isdigit()
+            and int(number) < 2**31
+            and not psutil.pid_exists(int(number))
+        ):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def replaceable(path: Path) -> Path:

@@ -25,6 +25,7 @@ from torch import Tensor
 from . import models, watch
 from .adapter import ADAPTER, DTYPES, MODEL, Described, save_tokenizer, write_pieces
 from .assets import model_folder
+from .catalog.folders import read_config, read_headers
 from .config import load as load_config
 from .errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from .events import EventLog
@@ -42,16 +43,16 @@ CONFIG = "adapter_config.json"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 INDEX = "model.safetensors.index.json"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _STORED = {name: dtype for dtype, name in DTYPES.items()}
-# What peft's LoraConfig may ask for beside A and B (peft, tuners/lora/config.py), where it changes what is added.
-_DECLINED = (
-    "use_dora",
-    "modules_to_save",
-    "alpha_pattern",
-    "layer_replication",
-    "trainable_token_indices",
-    "lora_bias",
-)
+# Of peft's LoraConfig (tuners/lora/config.py) what leaves the sum W + s·B·A as it is; whatever else is set is declined,
+# so is what a later version adds. Some ways to begin change the base itself: those that do not are named.
+_HARMLESS = frozenset({
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora", "layers_to_transform",
+    "layers_pattern", "rank_pattern", "megatron_core", "eva_config", "qalora_group_size", "runtime_config",
+})  # fmt: skip
+_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Merged:
     folder: Path
     tell: Callable[[str], None]
     tensors: int = 0
+    n_bytes: int = 0
     adapted: int = 0
     update: float = 0.0
     """Sum of the update's squares."""
@@ -93,6 +95,7 @@ def merge(
     ``tell`` hears of each file. Errors: CheckpointError (no adapter, or one that was not written), ConfigError (``into``
     is taken, no such type), ModelError (it is not this base's adapter).
     """
+    dtype = _SHORT.get(dtype or "", dtype)
     if dtype is not None and dtype not in TYPES:
         hint = did_you_mean(dtype, TYPES) or f"say {', '.join(TYPES)}"
         raise ConfigError(f"there is no type '{dtype}' to write weights in", hint=hint)
@@ -100,7 +103,7 @@ def merge(
     folder = _base(source, settings, base)
     check_base(folder)
     merged = Merged((into or source / "merged").resolve(), tell)
-    _check_place(merged.folder, folder)
+    _check_place(merged.folder, folder, TYPES.get(dtype or ""))
     if not (source / "plan.json").is_file() or not os.access(source, os.W_OK):  # an adapter, or a run that is kept
         _watched(source, settings, folder, merged)
         return merged
@@ -128,19 +131,24 @@ def _settings(source: Path) -> Mapping[str, Any]:
                 "there is no adapter to merge: all of the model was trained", where=str(source), hint=hint
             )
         is_run = (source / "plan.json").is_file()
-        hint = f"finefit resume {source} finishes the run" if is_run else f"an adapter has {CONFIG} and {ADAPTER}"
+        missing = " and ".join(name for name in (CONFIG, ADAPTER) if not (source / name).is_file())
+        hint = f"finefit resume {source} finishes the run" if is_run else f"{missing} is not there"
         raise CheckpointError("there is no adapter here" + (" yet" if is_run else ""), where=str(source), hint=hint)
     try:
         settings: dict[str, Any] = json.loads((source / CONFIG).read_text(encoding="utf-8"))
-        rank = int(settings["r"])
-        settings["lora_alpha"] = float(settings["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        rank = settings["r"] = int(settings["r"])
+        alpha = settings["lora_alpha"] = float(settings["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"not the config of a LoRA adapter: {type(error).__name__}: {error}"
         raise CheckpointError(said, where=str(source / CONFIG), hint="peft writes r and lora_alpha there") from error
-    unheard = [key for key in _DECLINED if settings.get(key)]
-    unheard += ["bias"] if settings.get("bias", "none") != "none" else []
-    if settings.get("peft_type") != "LORA" or rank <= 0 or unheard:
-        what = f"{', '.join(unheard)} is set" if unheard else f"it is {settings.get('peft_type')} of rank {rank}"
+    unheard = [
+        key for key, said in settings.items() if said and key not in _HARMLESS and (key, said) != ("bias", "none")
+    ]
+    if settings.get("init_lora_weights", True) in _BEGINNINGS:
+        unheard = [key for key in unheard if key != "init_lora_weights"]
+    if settings.get("peft_type") != "LORA" or rank <= 0 or not math.isfinite(alpha) or not alpha or unheard:
+        what = f"it is {settings.get('peft_type')} of rank {rank} and alpha {alpha:g}"
+        what = f"{', '.join(unheard)} is set" if unheard else what
         hint = "finefit merges plain LoRA; peft's merge_and_unload merges the others"
         raise CheckpointError(f"this adapter is more than A and B: {what}", where=str(source / CONFIG), hint=hint)
     return settings
@@ -164,11 +172,13 @@ def _base(source: Path, settings: Mapping[str, Any], said: str | None) -> Path:
         raise
 
 
-def _check_place(into: Path, base: Path) -> None:
-    if into.exists() and (not into.is_dir() or any(into.iterdir())):
+def _check_place(into: Path, base: Path, dtype: torch.dtype | None) -> None:
+    if into.exists() and (not into.is_dir() or any(into.iterdir()) or into == Path.cwd()):
         raise ConfigError("there is something already", where=str(into), hint="give another name: -o FOLDER")
     existing = next(path for path in into.parents if path.exists())
     needed = sum(path.stat().st_size for path in models.weight_files(base))
+    if dtype is not None:
+        needed = sum(math.prod(shape) * dtype.itemsize for shape, _ in read_headers(base)[0].values())
     free = shutil.disk_usage(existing).free
     if free < needed:
         what = f"the merged model takes {format_bytes(needed)}, {format_bytes(free)} are free"
@@ -177,12 +187,16 @@ def _check_place(into: Path, base: Path) -> None:
 
 def _watched(source: Path, settings: Mapping[str, Any], base: Path, merged: Merged) -> None:
     host = Run(torch.nn.Module(), torch.device("cpu"))  # nothing of a run is held
+    own = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = tokenizer_of(
+        source if own else base, not own
+    )  # what it was trained with, and before anything is written
     try:
         with replacing_folder(merged.folder) as building:
             with watch.phase("merge", host) as merged.seen, torch.no_grad():
                 _write(source / ADAPTER, settings, base, building, merged)
-            _write_configs(base, building, settings["dtype"])
-            save_tokenizer(tokenizer_of(base), building)
+            _write_configs(base, building, settings["dtype"], merged.n_bytes)
+            save_tokenizer(tokenizer, building, "free some disk space, and merge again")
     except OSError as error:
         raise CheckpointError(
             f"the merged model was not written: {error.strerror or error}", where=str(merged.folder),
@@ -190,19 +204,18 @@ def _watched(source: Path, settings: Mapping[str, Any], base: Path, merged: Merg
         ) from error  # fmt: skip
 
 
-def _write_configs(base: Path, building: Path, dtype: str | None) -> None:
+def _write_configs(base: Path, building: Path, dtype: str | None, n_bytes: int) -> None:
     """What stands beside the weights, as it is but for the type."""
     if (base / "generation_config.json").is_file():
         shutil.copyfile(base / "generation_config.json", building / "generation_config.json")
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = read_config(base / "config.json")
     for key in ("dtype", "torch_dtype"):
         if dtype is not None and (key in config or key == "dtype"):
             config[key] = dtype
     write_atomically(building / "config.json", json.dumps(config, indent=2).encode())
     if (base / INDEX).is_file():
-        index = json.loads((base / INDEX).read_text(encoding="utf-8"))
-        sizes = sum(path.stat().st_size for path in building.glob("*.safetensors"))
-        index["metadata"] = {**index.get("metadata", {}), "total_size": sizes}
+        index = read_config(base / INDEX)
+        index["metadata"] = {**index.get("metadata", {}), "total_size": n_bytes}
         write_atomically(building / INDEX, json.dumps(index, indent=2).encode())
 
 
@@ -220,6 +233,7 @@ def _write(adapter: Path, settings: Mapping[str, Any], base: Path, building: Pat
                 weights = _Weights(file, updates, here, described, settings, merged)
                 write_pieces(building / path.name, described, weights.pieces)
                 merged.tensors += len(described)
+                merged.n_bytes += sum(kind.itemsize * math.prod(shape) for kind, shape in described.values())
                 merged.adapted += len(here)
     if left:
         hint = "it is another model's adapter, or its weights are tied: say the right one with --base MODEL"
@@ -264,6 +278,9 @@ class _Weights:
         if left.shape[1] != right.shape[0] or (left.shape[0], right.shape[1]) != shape:
             shapes = f"{tuple(b.shape)} x {tuple(a.shape)} on {shape}"
             raise ModelError(f"the adapter is of another model: {name} has {shapes}", hint="say its base: --base MODEL")
+        if left.shape[1] != self.settings["r"] and not self.settings.get("rank_pattern"):
+            what = f"{name} has rank {left.shape[1]}, the adapter's config says {self.settings['r']}"
+            raise CheckpointError(what, hint="the two files do not belong together")
         return left, right
 
     def _scale(self, rank: int) -> float:

@@ -6,7 +6,6 @@ cannot take them keep their attention and get whole rows.
 """
 
 import copy
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .catalog import structures
+from .catalog.folders import read_config
 from .errors import ModelError
 from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
@@ -194,8 +194,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, or ModelError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names]
+        places = read_config(index).get("weight_map")
+        if not isinstance(places, dict):
+            raise ModelError("there is no weight_map in it", where=str(index), hint="download the model again")
+        files = [folder / name for name in sorted(set(map(str, places.values())))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [path.name for path in files if not path.is_file()]

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import plan as plans
 from .assets import model_folder
+from .catalog.folders import read_config
 from .config import Config, dump, load
 from .errors import CheckpointError, ConfigError, DataError, ModelError
 from .examples import Data, read_data, tokenizer_of
@@ -92,7 +93,7 @@ def again(folder: Path) -> Job:
 
 def check_base(folder: Path) -> None:
     """A checkpoint stored in a quantised format is codes and scales, not weights: refuse it rather than train on it."""
-    stored = json.loads((folder / "config.json").read_text())
+    stored = read_config(folder / "config.json")
     kind = stored.get("quantization_config", stored.get("compression_config"))
     if kind:
         method = kind.get("quant_method", "an unknown method") if isinstance(kind, dict) else kind

@@ -403,7 +403,10 @@ def test_a_run_is_merged_into_a_model_of_its_own(finefit, environment, request, 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = shutil.copytree(request.getfixturevalue(method), tmp_path / "run")
+    template = run / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# its own #}")
     said = finefit("merge", run).stderr
+    assert (run / "merged" / "chat_template.jinja").read_text().endswith("{# its own #}")
     assert said.startswith(f"merging model.safetensors, 1 of 1\nmerged: {run}/merged  (28 of 38 tensors changed, ")
     merged = AutoModelForCausalLM.from_pretrained(run / "merged", dtype="auto")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), run)

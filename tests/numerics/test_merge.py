@@ -1,6 +1,7 @@
 """A merged model against peft's own merge of the same adapter, and what is refused rather than merged wrongly."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ STEPS = {"float32": 2**-20, "bfloat16": 2**-8, "float16": 2**-11}  # half of the
 @pytest.fixture(autouse=True)
 def untokenised(monkeypatch):
     """A tiny model has no tokenizer; the command's own test has one."""
-    monkeypatch.setattr(merge, "tokenizer_of", lambda folder: None)
-    monkeypatch.setattr(merge, "save_tokenizer", lambda tokenizer, folder: None)
+    monkeypatch.setattr(merge, "tokenizer_of", lambda *_: None)
+    monkeypatch.setattr(merge, "save_tokenizer", lambda *_: None)
 
 
 def base_in(folder, family="llama", dtype="bfloat16", shard="1GB"):
@@ -142,6 +143,13 @@ def test_pieces_are_what_is_held(tmp_path, monkeypatch):
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is set"),
         ({"peft_type": "IA3"}, "it is IA3 of rank 4"),
         ({"r": 0}, "it is LORA of rank 0"),
+        ({"r": 8}, "has rank 4, the adapter's config says 8"),
+        ({"lora_alpha": 0}, "it is LORA of rank 4 and alpha 0"),
+        ({"lora_alpha": float("nan")}, "it is LORA of rank 4 and alpha nan"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is set"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is set"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
+        ({"something_of_next_year": True}, "something_of_next_year is set"),
         ({"r": "four"}, "not the config of a LoRA adapter: ValueError"),
         ({"lora_alpha": "loud"}, "not the config of a LoRA adapter: ValueError"),
         ({"lora_alpha": None}, "not the config of a LoRA adapter: TypeError"),
@@ -157,6 +165,55 @@ def test_an_adapter_that_is_more_is_refused(tmp_path, settings, expected):
     with pytest.raises(FinefitError, match=expected):
         merge.merge(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
+def test_ways_to_begin_that_leave_the_base_are_merged(tmp_path, init):
+    base = base_in(tmp_path / "base", dtype="float32")
+    adapter = adapter_in(tmp_path / "adapter", base, init_lora_weights=init)
+    done, exact = merge.merge(adapter, tmp_path / "merged"), pefts(base, adapter)
+    for name, tensor in tensors_of(done.folder).items():
+        torch.testing.assert_close(tensor, exact[name], rtol=2**-20, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("config.json", "{", "invalid JSON"),
+        ("config.json", "[]", "not a JSON object"),
+        ("model.safetensors.index.json", "{", "invalid JSON"),
+        ("model.safetensors.index.json", "{}", "there is no weight_map in it"),
+        ("model.safetensors", "not tensors", "model.safetensors"),
+    ],
+)
+def test_a_damaged_base_is_one_message(tmp_path, file, content, expected):
+    base = base_in(tmp_path / "base")
+    adapter = adapter_in(tmp_path / "adapter", base)
+    (base / file).write_text(content)
+    with pytest.raises(FinefitError, match=expected):
+        merge.merge(adapter, tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_the_room_is_asked_for_by_the_type_that_is_written(tmp_path, monkeypatch):
+    base = base_in(tmp_path / "base")
+    adapter = adapter_in(tmp_path / "adapter", base)
+    stored = sum(t.numel() for t in tensors_of(base).values())
+    monkeypatch.setattr(merge.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 3 * stored}))
+    with pytest.raises(CheckpointError, match="the merged model takes"):
+        merge.merge(adapter, tmp_path / "wide", dtype="fp32")
+    done = merge.merge(adapter, tmp_path / "merged", dtype="bf16")
+    assert done.n_bytes == 2 * stored
+
+
+def test_what_a_killed_merge_left_is_removed_by_the_next(tmp_path):
+    base = base_in(tmp_path / "base")
+    adapter = adapter_in(tmp_path / "adapter", base)
+    dead, mine = tmp_path / ".merged.2000000000.tmp", tmp_path / f".merged.{os.getppid()}.tmp"
+    for folder in (dead, mine):
+        folder.mkdir()
+    merge.merge(adapter, tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "adapter", "base", "merged"]
 
 
 def spoiled(adapter, change):
