@@ -7,6 +7,7 @@ block's. Tensor parallel ranks hold a share of every section, and gather the row
 plain block keeps them for backward. Torch-free.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -43,21 +44,49 @@ def parts(layout: Layout) -> tuple[Part, ...]:
     stages = layout.mesh.stages
     if stages == 1:
         return (Part(layout),)
-    tied = layout.model.tie_word_embeddings
-    first = tuple(_of_stage(g, layout) for g in layout.groups if _is_block(g) or g.role == "embedding")
-    last = tuple(_of_stage(g, layout) for g in layout.groups if _is_block(g) or g.role != "embedding" or tied)
+    first, last = _staged(layout.groups, stages, layout.model.tie_word_embeddings)
     return (
         Part(replace(layout, groups=first), is_last=False, in_flight=min(stages, layout.micro_steps)),
         Part(replace(layout, groups=last), is_first=False),
     )
 
 
+# A search asks for the same groups with every micro-batch and number of checkpointed blocks.
+@functools.lru_cache(maxsize=1024)
+def _staged(
+    groups: tuple[ParamGroup, ...], stages: int, tied: bool
+) -> tuple[tuple[ParamGroup, ...], tuple[ParamGroup, ...]]:
+    """Groups of the first and of the last stage."""
+    cut = [replace(g, count=-(-g.count // stages)) if _is_block(g) else g for g in groups]
+    first = tuple(g for g in cut if _is_block(g) or g.role == "embedding")
+    return first, tuple(g for g in cut if _is_block(g) or g.role != "embedding" or tied)
+
+
 def _is_block(group: ParamGroup) -> bool:
     return group.name.startswith("block.")
 
 
-def _of_stage(group: ParamGroup, layout: Layout) -> ParamGroup:
-    return replace(group, count=-(-group.count // layout.mesh.stages)) if _is_block(group) else group
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Bytes as groups are computed with, and of the fp32 inputs of their reduction; of all blocks together."""
+
+    blocks: int
+    outer: int
+    gradients: int
+    trained: int
+    reduced: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _sums(groups: tuple[ParamGroup, ...], cast: bool) -> _Sums:
+    inside = [(g, _computed(g, cast)) for g in groups if _is_block(g)]
+    outer = [(g, _computed(g, cast)) for g in groups if not _is_block(g)]
+    gradients = sum(n for g, n in inside if g.trainable)
+    return _Sums(
+        sum(n for _, n in inside), sum(n for _, n in outer), gradients,
+        gradients + sum(n for g, n in outer if g.trainable),
+        _FP32 * sum(g.numel * g.count for g, _ in inside if g.trainable),
+    )  # fmt: skip
 
 
 class Divided:
@@ -69,14 +98,11 @@ class Divided:
         self.tensor, self.stage, self.depth = mesh.tensor, mesh.stage, layout.depth
         self.reduces = mesh.stage >= 2
         """Gradients are reduced to shards after every block's backward."""
-        blocks = [g for g in layout.groups if _is_block(g)]
-        self.block = sum(_computed(g, layout) for g in blocks) // layout.depth
-        self.outer = sum(_computed(g, layout) for g in layout.groups if not _is_block(g))
-        trained = [g for g in layout.groups if g.trainable]
-        self.gradients = sum(_computed(g, layout) for g in blocks if g.trainable) // layout.depth
+        sums = _sums(layout.groups, layout.graph[0] == "bf16")
+        self.block, self.outer = sums.blocks // layout.depth, sums.outer
+        self.gradients, self.reduced = sums.gradients // layout.depth, sums.reduced // layout.depth
         self.last = f"backward {traced_blocks(layout)[-1][0]}"
-        self.reduced = _FP32 * sum(g.numel * g.count for g in blocks if g.trainable) // layout.depth
-        whole = sum(_computed(g, layout) for g in trained)
+        whole = sums.trained
         fresh = layout.micro_steps == 1
         self.kept = (fixed["gradient"] / whole if fresh else 0.0) if self.reduces and whole else 1.0
         width = layout.element_bytes
@@ -142,7 +168,7 @@ def _add(parts: dict[str, int], component: str, n_bytes: int) -> None:
         parts[component] = parts.get(component, 0) + n_bytes
 
 
-def _computed(group: ParamGroup, layout: Layout) -> int:
+def _computed(group: ParamGroup, cast: bool) -> int:
     """Bytes of the group as it is computed with: masters are cast when they are gathered, adapters are not."""
-    cast = layout.graph[0] == "bf16" and ".lora_" not in group.name
-    return group.numel * group.count * (min(group.bits, 16) if cast else group.bits) // 8
+    is_cast = cast and ".lora_" not in group.name
+    return group.numel * group.count * (min(group.bits, 16) if is_cast else group.bits) // 8

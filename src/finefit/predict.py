@@ -27,17 +27,20 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
-    stage, shards = layout.mesh.stage, layout.mesh.shards
+    return dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.state_tensors))
 
+
+@functools.lru_cache(maxsize=1024)
+def _states(groups: tuple[ParamGroup, ...], stage: int, shards: int, state_tensors: int) -> Mapping[str, int]:
     def held(group: ParamGroup, since: int) -> int:
         return (group.shard(shards) if stage >= since else group.numel) * group.count * group.bits // 8
 
-    trained = [g for g in layout.groups if g.trainable]
+    trained = [g for g in groups if g.trainable]
     step_counts = 4 * sum(g.count for g in trained)  # one fp32 scalar a tensor
     return {
-        "parameter": sum(held(g, 2) for g in layout.groups),
+        "parameter": sum(held(g, 2) for g in groups),
         "gradient": sum(held(g, 2) for g in trained),
-        "optimizer_state": layout.state_tensors * sum(held(g, 1) for g in trained) + step_counts,
+        "optimizer_state": state_tensors * sum(held(g, 1) for g in trained) + step_counts,
     }
 
 
