@@ -258,9 +258,18 @@ def precision_of(question: Question) -> Precision:
     """
     job = question.job
     if job.precision != "auto":
-        if job.precision != "fp32" and not question.hardware.supports_bf16 and question.hardware.kind == "cuda":
-            hint = "say memory.precision=fp32"
+        if (
+            job.precision.startswith("bf16")
+            and not question.hardware.supports_bf16
+            and question.hardware.kind == "cuda"
+        ):
+            half = "fp16" if job.precision == "bf16" and job.method in ADAPTED else "fp16_mixed"
+            hint = f"say memory.precision={half} (products in 16 bits, the loss scaled) or fp32"
             raise ConfigError(f"{question.hardware.name} cannot compute in bf16", hint=hint)
+        if job.precision == "fp16" and job.method not in ADAPTED:
+            raise Unsuitable(
+                "weights that train in fp16 lose small updates: memory.precision=fp16_mixed keeps them in fp32"
+            )
         return Precision(job.precision)
     if not question.hardware.supports_bf16:
         return Precision("fp32")

@@ -31,7 +31,7 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
             save_trained(run.model, building, base)
             write_tensors(building / "optimizer.safetensors", _optimizer_tensors(run))
             write_tensors(building / "random.safetensors", _generators())
-            write_atomically(building / "state.json", json.dumps({"step": step, "torch": torch.__version__}).encode())
+            write_atomically(building / "state.json", json.dumps(_state(run, step)).encode())
             sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
             write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
@@ -60,9 +60,17 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
         for name, state in generators.items():
             if name.startswith("cuda"):
                 torch.cuda.set_rng_state(state, int(name.removeprefix("cuda")))
-        step: int = json.loads((path / "state.json").read_text())["step"]
-        return step
+        state = json.loads((path / "state.json").read_text())
+        if run.scaler.is_enabled():
+            run.scaler.load_state_dict(state["scaler"])
+        return int(state["step"])
     return 0
+
+
+def _state(run: Run, step: int) -> dict[str, Any]:
+    """What is no tensor: the step, and of a scaled loss its scale and how long it was kept."""
+    scaler = {"scaler": run.scaler.state_dict()} if run.scaler.is_enabled() else {}
+    return {"step": step, "torch": torch.__version__, **scaler}
 
 
 def damage(path: Path) -> str:

@@ -106,7 +106,7 @@ def _dequantising_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float
 
 
 def _dtype(layout: Layout) -> str:
-    return "float32" if layout.graph[0] == "fp32" else "bfloat16"
+    return "float32" if layout.graph[0] == "fp32" else layout.half
 
 
 def _linear_flops(layout: Layout, again: float) -> float:

@@ -39,6 +39,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "memory": ("step", "measured", "predicted"),
     # step: 0 before training | loss on held-out examples | optional sample: {"prompt", "reference", "answer"}
     "eval": ("step", "loss", "labelled_tokens", "seconds"),
+    # scale: of the loss from now on | skipped: updates in a row, this one too | message: why
+    "skip": ("step", "scale", "skipped", "message"),
     "save": ("step", "path", "bytes", "seconds"),
     # moment: load, resume, eval, save or merge, the first of each in a process | measured, predicted: {component: bytes}
     # on the device | host_bytes: resident at its peak, pages of mapped files too | predicted_host: {component: bytes}
@@ -55,7 +57,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 #: Fields that are figures wherever they stand, so that a reader may reckon with them; null where nothing is known.
 _FIGURES = frozenset({
     "step", "steps", "seconds", "parameters", "trainable", "loss", "learning_rate", "grad_norm", "tokens",
-    "labelled_tokens", "tokens_per_s", "rss_bytes", "bytes", "loss_before", "loss_after", "host_bytes",
+    "labelled_tokens", "tokens_per_s", "rss_bytes", "bytes", "loss_before", "loss_after", "host_bytes", "scale", "skipped",
 })  # fmt: skip
 _COUNTS = frozenset({"step", "steps"})
 _WORDS = (None, "nan", "inf", "-inf")

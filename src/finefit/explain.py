@@ -7,18 +7,18 @@ choose. Declines to trace: what no coefficients are at hand for is told without 
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
-from .candidates import METHODS, Candidate, Method, Question, candidate, rewrite, splits, techniques_of
+from .candidates import ADAPTED, METHODS, Candidate, Method, Question, candidate, rewrite, splits, techniques_of
 from .coefficients import is_traced
 from .mesh import Mesh
 from .meshes import mesh_of, meshes
 from .plan import Neighbour, Plan, Verdict
 from .search import SLOWER, best_of, best_over
 from .techniques import Accumulation, Checkpointing, Precision, Unsuitable
+from .techniques.precision import Kind
 from .units import format_bytes
 
-Kind = Literal["fp32", "bf16", "bf16_mixed"]
 _OFF = (("packing", "packing"), ("fused_ops", "fused_ops"), ("fused_loss", "loss_chunk"))  # technique, its pin
 _QUALITY = "a choice of quality, so yours"
 
@@ -130,7 +130,9 @@ class _Beside:
         for kind in get_args(Kind):
             if not isinstance(has, Precision) or kind == has.kind:
                 continue
-            if kind != "fp32" and not self.question.hardware.supports_bf16:
+            if kind == "fp16" and self.question.job.method not in ADAPTED:
+                continue
+            if kind.startswith("bf16") and not self.question.hardware.supports_bf16:
                 yield Neighbour(f"precision {kind}", "not allowed", "the device cannot compute in bf16")
                 continue
             other = replace(self.question, job=replace(self.question.job, precision=kind))

@@ -48,6 +48,8 @@ class Layout:
     groups: tuple[ParamGroup, ...]
     micro: Micro
     graph: tuple[str, ...] = ()
+    half: str = "bfloat16"
+    """What 16 bits are, where products are in them."""
     rank: int = 0
     checkpointed: int = 0
     """Decoder blocks, counted from the first, that keep their input only."""

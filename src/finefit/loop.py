@@ -17,6 +17,8 @@ from .errors import Diverged
 from .events import EventLog
 from .run import MicroBatch, Run, summed_loss, trainable
 
+MOST_SKIPPED = 25  # in a row: the scale is down to 1/512 of 1 then, and range is not what is lacking
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -41,13 +43,16 @@ class Hooks:
 
 def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
     """Steps ``done + 1`` to ``pace.steps``. A checkpoint is saved at the end, and where it is stopped."""
-    parameters = trainable(run.model)
+    parameters, skipped = trainable(run.model), 0
     process = psutil.Process()
     for step in range(done + 1, pace.steps + 1):
         started = time.perf_counter()
         rate = pace.learning_rate(step)
         loss, norm, tokens, labelled = optimizer_step(run, hooks.feed(step), parameters, rate)
         seconds = time.perf_counter() - started
+        skipped = 0 if math.isfinite(norm) else skipped + 1
+        if skipped:
+            _tell_skipped(run, log, step, skipped)
         if step % pace.log_every == 0 or step == pace.steps:
             log.write(
                 "step", step=step, steps=pace.steps, loss=loss, learning_rate=rate, grad_norm=norm, tokens=tokens,
@@ -62,6 +67,15 @@ def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Liter
         if stopping and not last:
             return "stopped"
     return "finished"
+
+
+def _tell_skipped(run: Run, log: EventLog, step: int, skipped: int) -> None:
+    """A gradient was not finite, so there was no update and the scale is halved; Diverged where it never helps."""
+    scale = run.scaler.get_scale()
+    log.write("skip", step=step, scale=scale, skipped=skipped, message="a gradient is beyond fp16's range")
+    if skipped >= MOST_SKIPPED:
+        hint = "memory.precision=fp32 has the range; a smaller train.learning_rate, or a look at the data, may help too"
+        raise Diverged(f"{skipped} updates in a row were skipped, with the loss scaled by {scale:g} at last", hint=hint)
 
 
 def optimizer_step(

@@ -20,6 +20,7 @@ from .techniques import DIVIDING, Accumulation, Checkpointing, FusedLoss, Lora, 
 
 def plan_streams(config: Mapping[str, Any], techniques: Sequence[Technique], micro: Micro, kind: str) -> list[Stream]:
     """The streams of the devices that may need most: one, or of a pipeline the first and the last."""
+    techniques = [t.as_wide if isinstance(t, Precision) else t for t in techniques]
     run = run_of_mesh(techniques, micro)
     spread = run.spread
     if spread.devices == 1:

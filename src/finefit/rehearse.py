@@ -32,10 +32,11 @@ def rehearse(
     run.evidence.update(padding_tokens=padding, micro_steps=micro_steps, block_forwards=0)
     for group in run.optimizer.param_groups:
         group["lr"], group["kept_decay"], group["weight_decay"] = 0.0, group["weight_decay"], 0.0
-    ledger = Ledger()
+    ledger, scale = Ledger(), run.scaler.get_scale()
     run_step(run, batch, ledger, micro_steps)
     for technique in techniques:
         technique.verify(run, ledger)
+    run.scaler.update(scale)  # as it was
     _forget(run)
     if len(others) == 2:
         check_blind(run, others)

@@ -274,7 +274,7 @@ class JobSpec:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     """Short names of adapted linears (``q_proj``); empty means every linear of the block."""
-    precision: Literal["auto", "fp32", "bf16", "bf16_mixed"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"] = "auto"
     global_batch_size: int = 16
     max_length: int = 1024
     longest: int = 1024

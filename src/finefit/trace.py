@@ -127,14 +127,16 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
             ledger.mark("forward before")
             loss = summed_loss(run, batch, ledger) / 7
             ledger.mark("backward start")
+            loss = run.scaler.scale(loss)
             loss.backward()
             del loss
             ledger.mark("idle")
         ledger.own((p.grad for p in run.model.parameters()), "gradient")
         ledger.mark("optimizer")
-        run.clip(trainable(run.model))
         assert run.optimizer is not None
-        run.optimizer.step()
+        run.scaler.unscale_(run.optimizer)
+        run.clip(trainable(run.model))
+        run.scaler.step(run.optimizer)
         ledger.mark("end")
 
 

@@ -29,7 +29,7 @@ from finefit.techniques import (
 from finefit.techniques.quantized_base import FORMS
 from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, measured, micro_of, predicted, run_of
 
-KINDS = ("fp32", "bf16", "bf16_mixed")
+KINDS = ("fp32", "bf16", "bf16_mixed", "fp16_mixed")
 ONE_OF_EACH = (
     QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32),
     Accumulation(2, most_steps=2), Clipping(0.5),
@@ -119,6 +119,12 @@ def test_square_of_what_a_plan_uses(blocks, micro_steps):
     checkpointing = [Checkpointing(blocks)] if blocks else []
     used = (Precision("bf16"), Lora(4, dropout=0.1), FusedOps(), Packing(), FusedLoss(32), Clipping(), *checkpointing)
     assert_square(used, micro_steps=micro_steps)
+
+
+@pytest.mark.parametrize("base", [(), (QuantizedBase(chunk=2**14),)], ids=["plain", "quantised"])
+def test_square_of_adapters_on_a_base_in_fp16(base):
+    used = (Precision("fp16"), *base, Lora(4), FusedOps(), Packing(), FusedLoss(32), Clipping())
+    assert_square(used, config_of(**WIDE), micro_steps=2)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])

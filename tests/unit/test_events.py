@@ -46,6 +46,7 @@ def test_every_event_of_the_table_can_be_written_and_read(tmp_path: Path) -> Non
         "step",
         "memory",
         "eval",
+        "skip",
         "save",
         "phase",
         "out_of_memory",

@@ -189,7 +189,7 @@ def test_what_is_no_plan_is_the_users_fault(tmp_path, text, message, where):
         (lambda d: d["techniques"][0].update(name="levitation"), "'techniques[0].name' must be one of precision, "),
         (lambda d: d["techniques"][0].update(name=[]), "'techniques[0].name' must be one of precision, "),
         (lambda d: d["techniques"][0].update(kind="fp8"),
-         "'techniques[0].kind' must be fp32 or bf16 or bf16_mixed, not 'fp8'"),
+         "'techniques[0].kind' must be fp32 or bf16 or bf16_mixed or fp16 or fp16_mixed, not 'fp8'"),
         (lambda d: d["techniques"][1].update(targets="q"), "'techniques[1].targets' must be a list, not 'q'"),
         (lambda d: d["techniques"][1].update(rank=None), "'techniques[1].rank' must be a whole number"),
         (lambda d: d["techniques"][1].update(speed=3), "it knows no 'techniques[1].speed'"),

@@ -210,6 +210,30 @@ def test_without_bf16_everything_is_fp32():
         search(ask(hardware=card, job=dataclasses.replace(LORA, precision="bf16")))
 
 
+TURING = HardwareSpec("turing", "cuda", 16 * 2**30, matmul_flops_per_s=(("float32", 8e12), ("float16", 65e12)),
+                      bandwidth_bytes_per_s=3e11, supports_bf16=False)  # fmt: skip
+
+
+def test_fp16_is_the_user_s_and_the_plan_says_that_there_is_one():
+    plan = search(ask(hardware=TURING))
+    assert plan.technique("precision").kind == "fp32"
+    assert any("memory.precision=fp16 computes in 16 bits" in note for note in plan.notes)
+    half = search(ask(hardware=TURING, job=dataclasses.replace(LORA, precision="fp16")))
+    assert half.tokens_per_s > 2 * plan.tokens_per_s
+    assert half.predicted.peak_bytes < plan.predicted.peak_bytes
+
+
+def test_weights_that_train_in_fp16_are_refused_with_the_kind_that_keeps_them():
+    with pytest.raises(ConfigError, match="fp16_mixed keeps them in fp32"):
+        search(ask(job=dataclasses.replace(FULL, precision="fp16")))
+    with pytest.raises(ConfigError, match="turing cannot compute in bf16") as told:
+        search(ask(hardware=TURING, job=dataclasses.replace(LORA, precision="bf16")))
+    assert told.value.hint == "say memory.precision=fp16 (products in 16 bits, the loss scaled) or fp32"
+    assert (
+        search(ask(job=dataclasses.replace(FULL, precision="fp16_mixed"))).technique("precision").kind == "fp16_mixed"
+    )
+
+
 # --- pins
 
 

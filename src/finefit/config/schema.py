@@ -163,8 +163,8 @@ class Memory(_Section):
     budget: Annotated[str, AfterValidator(_budget)] = Field(
         default="auto", description="memory of the device to use: 8GiB, 24GB, 80%, -1GiB (leave that much), 6GiB..8GiB"
     )
-    precision: Literal["auto", "fp32", "bf16", "bf16_mixed"] = Field(
-        default="auto", description="of weights and arithmetic"
+    precision: Literal["auto", "fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"] = Field(
+        default="auto", description="of weights and arithmetic; fp16 is never chosen unasked"
     )
     checkpointing: Annotated[Auto | Literal["all"] | Count, BeforeValidator(_checkpointing)] = Field(
         default="auto", description="blocks whose activations are recomputed: a number, all, none"

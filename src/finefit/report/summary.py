@@ -148,7 +148,10 @@ def summarize(events: Iterable[Event]) -> Summary:
         step_seconds=statistics.median(seconds) if seconds else None,
         saves=tuple(str(event["path"]) for event in last_of_each_step(by_name.get("save", []))),
         resumes=_resumes(order),
-        notes=tuple(_note(event) for event in order if event["event"] in ("warn", "out_of_memory", "replan")),
+        notes=(
+            *(_note(event) for event in order if event["event"] in ("warn", "out_of_memory", "replan")),
+            *_skipped(by_name.get("skip", [])),
+        ),
     )
 
 
@@ -212,6 +215,15 @@ def _verified(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "yes" if value else "no"
     return str(value)
+
+
+def _skipped(events: list[Event]) -> list[str]:
+    if not events:
+        return []
+    scale = number(events[-1]["scale"])
+    return [
+        f"{len(events)} updates skipped: a gradient was beyond fp16's range; the loss was scaled by {scale:g} after the last"
+    ]
 
 
 def _note(event: Event) -> str:

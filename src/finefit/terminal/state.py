@@ -79,6 +79,8 @@ def sentence(event: Event) -> str:
             return f"step {event['step']}: held-out loss {loss_text(number(event['loss']))}"
         case "save":
             return f"step {event['step']}: saved {format_bytes(number(event['bytes']))} to {event['path']}"
+        case "skip":
+            return f"step {event['step']}: update skipped, loss scaled by {number(event['scale']):g} now"
         case "out_of_memory":
             return f"step {event['step']}: out of memory, {event['message']}"
         case "replan":
