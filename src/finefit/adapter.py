@@ -20,7 +20,7 @@ from .models import kept_buffers
 from .nn.lora_linear import LoRALinear
 
 ADAPTER, MODEL = "adapter_model.safetensors", "model.safetensors"
-_PREFIX = "base_model.model."
+ADAPTER_CONFIG, PREFIX = "adapter_config.json", "base_model.model."
 # Names of the format (huggingface/safetensors, its README) for the types that are written here.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -32,7 +32,7 @@ Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 def adapter_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """peft's names → tensors of every adapter."""
     return {
-        f"{_PREFIX}{path}.lora_{half}.weight": getattr(layer, f"lora_{half}").detach()
+        f"{PREFIX}{path}.lora_{half}.weight": getattr(layer, f"lora_{half}").detach()
         for path, layer in model.named_modules()
         if isinstance(layer, LoRALinear)
         for half in ("A", "B")
@@ -57,7 +57,7 @@ def save_trained(model: Any, folder: Path, base: str) -> None:
     if tensors:
         write_tensors(folder / ADAPTER, tensors)
         text = json.dumps(adapter_config(model, base), indent=2)
-        write_atomically(folder / "adapter_config.json", text.encode())
+        write_atomically(folder / ADAPTER_CONFIG, text.encode())
         return
     write_tensors(folder / MODEL, model_tensors(model))
     config = model.config.to_dict()

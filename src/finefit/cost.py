@@ -49,9 +49,8 @@ _ON = {
     "cpu": Efficiency(0.9, 24, 1.0, 72, 2.5e-3, 8e-6, 12, 12, (53, 520), 11),
     "cuda": Efficiency(0.6, 256, 0.4, 0, 0, 6e-6, 4, 4, (34, 42), 0),
 }
-_FRESH_FROM = (
-    2**25
-)  # bytes of one allocation that the C library always asks the system for (mallopt(3), M_MMAP_THRESHOLD)
+# Bytes of one allocation that the C library always asks the system for (mallopt(3), M_MMAP_THRESHOLD).
+_FRESH_FROM = 2**25
 _MULTIPLIED = ("linear", "transposed", "matrix", "expert")  # roles of tensors that activations are multiplied with
 _QUERY_ROWS = 128  # that attention on a CPU works on at once (nn.attention)
 _CALLS_PER_BLOCK = 120  # forward and backward

@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from . import models, watch
-from .adapter import ADAPTER, DTYPES, MODEL, Described, save_tokenizer, write_pieces
+from .adapter import ADAPTER, ADAPTER_CONFIG, DTYPES, MODEL, PREFIX, Described, save_tokenizer, write_pieces
 from .assets import model_folder
-from .catalog.folders import read_config, read_headers
+from .catalog.folders import INDEX, read_config, read_headers
 from .config import load as load_config
 from .errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from .events import EventLog
@@ -39,9 +39,7 @@ from .session import BASE, base_of, check_base
 from .stored import Places
 from .units import format_bytes
 
-CONFIG = "adapter_config.json"
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-INDEX = "model.safetensors.index.json"
+_NAME = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _STORED = {name: dtype for dtype, name in DTYPES.items()}
@@ -124,23 +122,25 @@ def merge(
 
 def _settings(source: Path) -> Mapping[str, Any]:
     """The adapter's config; CheckpointError where there is none, or one with more in it than A and B."""
-    if not (source / ADAPTER).is_file() or not (source / CONFIG).is_file():
+    if not (source / ADAPTER).is_file() or not (source / ADAPTER_CONFIG).is_file():
         if (source / MODEL).is_file() and (source / "config.json").is_file():
             hint = "it is a plain model folder already"
             raise CheckpointError(
                 "there is no adapter to merge: all of the model was trained", where=str(source), hint=hint
             )
         is_run = (source / "plan.json").is_file()
-        missing = " and ".join(name for name in (CONFIG, ADAPTER) if not (source / name).is_file())
+        missing = " and ".join(name for name in (ADAPTER_CONFIG, ADAPTER) if not (source / name).is_file())
         hint = f"finefit resume {source} finishes the run" if is_run else f"{missing} is not there"
         raise CheckpointError("there is no adapter here" + (" yet" if is_run else ""), where=str(source), hint=hint)
     try:
-        settings: dict[str, Any] = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+        settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         rank = settings["r"] = int(settings["r"])
         alpha = settings["lora_alpha"] = float(settings["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"not the config of a LoRA adapter: {type(error).__name__}: {error}"
-        raise CheckpointError(said, where=str(source / CONFIG), hint="peft writes r and lora_alpha there") from error
+        raise CheckpointError(
+            said, where=str(source / ADAPTER_CONFIG), hint="peft writes r and lora_alpha there"
+        ) from error
     unheard = [
         key for key, said in settings.items() if said and key not in _HARMLESS and (key, said) != ("bias", "none")
     ]
@@ -150,7 +150,9 @@ def _settings(source: Path) -> Mapping[str, Any]:
         what = f"it is {settings.get('peft_type')} of rank {rank} and alpha {alpha:g}"
         what = f"{', '.join(unheard)} is set" if unheard else what
         hint = "finefit merges plain LoRA; peft's merge_and_unload merges the others"
-        raise CheckpointError(f"this adapter is more than A and B: {what}", where=str(source / CONFIG), hint=hint)
+        raise CheckpointError(
+            f"this adapter is more than A and B: {what}", where=str(source / ADAPTER_CONFIG), hint=hint
+        )
     return settings
 
 
@@ -163,12 +165,12 @@ def _base(source: Path, settings: Mapping[str, Any], said: str | None) -> Path:
     named = settings.get("base_model_name_or_path")
     if not named:
         raise CheckpointError(
-            "the adapter does not say its base", where=str(source / CONFIG), hint="say it: --base MODEL"
+            "the adapter does not say its base", where=str(source / ADAPTER_CONFIG), hint="say it: --base MODEL"
         )
     try:
         return model_folder(str(named)).folder
     except ModelError as error:
-        error.where, error.hint = error.where or str(source / CONFIG), "say where its base is: --base MODEL"
+        error.where, error.hint = error.where or str(source / ADAPTER_CONFIG), "say where its base is: --base MODEL"
         raise
 
 
@@ -176,8 +178,9 @@ def _check_place(into: Path, base: Path, dtype: torch.dtype | None) -> None:
     if into.exists() and (not into.is_dir() or any(into.iterdir()) or into == Path.cwd()):
         raise ConfigError("there is something already", where=str(into), hint="give another name: -o FOLDER")
     existing = next(path for path in into.parents if path.exists())
-    needed = sum(path.stat().st_size for path in models.weight_files(base))
-    if dtype is not None:
+    if dtype is None:
+        needed = sum(path.stat().st_size for path in models.weight_files(base))
+    else:
         needed = sum(math.prod(shape) * dtype.itemsize for shape, _ in read_headers(base)[0].values())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -223,11 +226,10 @@ def _write(adapter: Path, settings: Mapping[str, Any], base: Path, building: Pat
     with _opened(adapter) as updates:
         left = _pairs(updates, adapter)
         places = Places(models.config_of(base), left)
-        files = models.weight_files(base)
+        files, wanted = models.weight_files(base), TYPES.get(settings["dtype"])
         for number, path in enumerate(files, 1):
             merged.tell(f"{path.name}, {number} of {len(files)}")
             with _opened(path) as file:
-                wanted = TYPES.get(settings["dtype"])
                 described = {name: _described(file.get_slice(name), wanted, path) for name in file.keys()}  # noqa: SIM118
                 here = {name: left.pop(place) for name in described if (place := places.of(name).name) in left}
                 weights = _Weights(file, updates, here, described, settings, merged)
@@ -261,7 +263,11 @@ class _Weights:
         weight, dtype = self.file.get_tensor(name), self.described[name][0]
         if name not in self.pairs:
             same = weight.dtype is dtype
-            yield from [weight] if same else (self._cast(name, part) for part in weight.view(-1).split(2**22))
+            yield from (
+                [weight]
+                if same
+                else (self._cast(name, part) for part in weight.view(-1).split(rows_at_once(weight.numel(), 1)))
+            )
             return
         left, right = self._factors(name, tuple(weight.shape))
         scale = self._scale(left.shape[1])
@@ -333,7 +339,7 @@ def _pairs(updates: Any, path: Path) -> dict[str, str]:
     lone = [name for name, found in halves.items() if found != {"A", "B"}]
     if lone or not halves:
         raise CheckpointError(f"{lone[0]} has no pair of A and B" if lone else "it is empty", where=str(path))
-    return {f"{name}.weight": f"base_model.model.{name}" for name in halves}
+    return {f"{name}.weight": f"{PREFIX}{name}" for name in halves}
 
 
 def _described(stored: Any, wanted: torch.dtype | None, path: Path) -> tuple[torch.dtype, tuple[int, ...]]:

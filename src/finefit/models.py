@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .catalog import structures
-from .catalog.folders import read_config
+from .catalog.folders import INDEX, read_config
 from .errors import ModelError
 from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
@@ -153,7 +153,8 @@ def fill_from(folder: Path) -> Fill:
 
     def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
-        weights = {**stored_weights(model), **kept_buffers(model)}
+        needed = stored_weights(model)
+        weights = {**needed, **kept_buffers(model)}
         places, left = Places(model.config, weights), {name: weight.numel() for name, weight in weights.items()}
         for stored, tensor in _stored(folder):
             place = places.of(stored)
@@ -168,7 +169,7 @@ def fill_from(folder: Path) -> Fill:
                 weight.copy_(tensor)
             left[place.name] -= tensor.numel()
             del tensor  # or it would be there until the next one is
-        missing = [name for name in sorted(stored_weights(model)) if left[name] > 0]
+        missing = [name for name in sorted(needed) if left[name] > 0]
         if missing:
             hint = "the download is incomplete, or the files belong to another model"
             what = f"{len(missing)} tensors are missing: {', '.join(missing[:3])} …"
@@ -192,7 +193,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, or ModelError."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         places = read_config(index).get("weight_map")
         if not isinstance(places, dict):

@@ -22,6 +22,7 @@ _DTYPES = {
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # the safetensors library's own limit
 # How multimodal checkpoints call the text model; transformers 5 loads it as model.* and lm_head.*
+INDEX = "model.safetensors.index.json"  # of weights in several files
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -66,7 +67,7 @@ def read_headers(folder: Path) -> tuple[Headers, str]:
     paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("adapter_")]
     if not paths:
         return {}, "the folder has no safetensors files: shapes come from config.json alone"
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         shards = set(read_config(index).get("weight_map", {}).values())
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())

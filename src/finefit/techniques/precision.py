@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..run import Run
 
 Kind = Literal["fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"]
-HALF_SAYS = ", its small gradients kept by a dynamic scale of the loss"
+_SCALED = ", its small gradients kept by a dynamic scale of the loss"
 _SAYS = {
     "fp32": "weights and arithmetic in fp32",
     "bf16": "weights and arithmetic in bf16, norms and loss reduced in fp32",
     "bf16_mixed": "fp32 weights, matrix products in bf16 by autocast",
-    "fp16": f"weights and arithmetic in fp16, norms and loss reduced in fp32{HALF_SAYS}",
-    "fp16_mixed": f"fp32 weights, matrix products in fp16 by autocast{HALF_SAYS}",
+    "fp16": f"weights and arithmetic in fp16, norms and loss reduced in fp32{_SCALED}",
+    "fp16_mixed": f"fp32 weights, matrix products in fp16 by autocast{_SCALED}",
 }
 
 
@@ -78,4 +78,4 @@ class Precision(Technique):
         if weight.dtype != wanted:
             raise NotAsPlanned(f"precision: the embedding is {weight.dtype}, not {wanted}")
         if run.scaler.is_enabled() != self.is_half:
-            raise NotAsPlanned(f"precision: the loss is {'' if self.is_half else 'un'}expectedly not scaled")
+            raise NotAsPlanned(f"precision: the loss is {'not ' if self.is_half else ''}scaled, against the plan")
