@@ -258,11 +258,7 @@ def precision_of(question: Question) -> Precision:
     """
     job = question.job
     if job.precision != "auto":
-        if (
-            job.precision.startswith("bf16")
-            and not question.hardware.supports_bf16
-            and question.hardware.kind == "cuda"
-        ):
+        if job.precision.startswith("bf16") and question.hardware.lacks_bf16:
             half = "fp16" if job.precision == "bf16" and job.method in ADAPTED else "fp16_mixed"
             hint = f"say memory.precision={half} (products in 16 bits, the loss scaled) or fp32"
             raise ConfigError(f"{question.hardware.name} cannot compute in bf16", hint=hint)

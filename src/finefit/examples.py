@@ -47,14 +47,18 @@ class Data:
         return FromOrder(steps, self.store.lengths.tolist(), self.store.labelled.tolist())
 
 
-def tokenizer_of(folder: Path, described: bool = True) -> Any:
-    """transformers' tokenizer of a model's folder; ``described``: it must have a config.json, as an adapter's has not."""
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a model's folder."""
+    resolve_model(str(folder))  # says what is wrong with a config.json before transformers trips over it
+    return read_tokenizer(folder)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of any folder that has one: an adapter's has no config.json beside it."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise EngineError("training needs transformers", hint="pip install 'finefit[train]'") from error
-    if described or (folder / "config.json").is_file():
-        resolve_model(str(folder))  # says what is wrong with a config.json before transformers trips over it
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a library raises on a file it cannot read: the file is the user's

@@ -15,8 +15,8 @@ from .mesh import Mesh
 from .meshes import mesh_of, meshes
 from .plan import Neighbour, Plan, Verdict
 from .search import SLOWER, best_of, best_over
+from .spec import PrecisionKind
 from .techniques import Accumulation, Checkpointing, Precision, Unsuitable
-from .techniques.precision import Kind
 from .units import format_bytes
 
 _OFF = (("packing", "packing"), ("fused_ops", "fused_ops"), ("fused_loss", "loss_chunk"))  # technique, its pin
@@ -127,7 +127,7 @@ class _Beside:
 
     def precisions(self) -> Iterator[Neighbour]:
         has = self.plan.technique("precision")
-        for kind in get_args(Kind):
+        for kind in get_args(PrecisionKind):
             if not isinstance(has, Precision) or kind == has.kind:
                 continue
             if kind == "fp16" and self.question.job.method not in ADAPTED:

@@ -71,6 +71,11 @@ class HardwareSpec:
         return rates.get(dtype) or rates["float32"]
 
     @property
+    def lacks_bf16(self) -> bool:
+        """A GPU from before there was bf16; a CPU computes in it one way or the other."""
+        return self.kind == "cuda" and not self.supports_bf16
+
+    @property
     def says(self) -> str:
         """The name, with how many there are: of devices, or of machines where the name is a machine's."""
         is_machine = f"{self.count // self.nodes} x " in self.name

@@ -29,7 +29,7 @@ from .catalog.folders import INDEX, read_config, read_headers
 from .config import load as load_config
 from .errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from .events import EventLog
-from .examples import tokenizer_of
+from .examples import read_tokenizer, tokenizer_of
 from .files import hold, replacing_folder, write_atomically
 from .phases import rows_at_once
 from .plan import load as load_plan
@@ -191,9 +191,8 @@ def _check_place(into: Path, base: Path, dtype: torch.dtype | None) -> None:
 def _watched(source: Path, settings: Mapping[str, Any], base: Path, merged: Merged) -> None:
     host = Run(torch.nn.Module(), torch.device("cpu"))  # nothing of a run is held
     own = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = tokenizer_of(
-        source if own else base, not own
-    )  # what it was trained with, and before anything is written
+    # What it was trained with, and before anything is written.
+    tokenizer = read_tokenizer(source) if own else tokenizer_of(base)
     try:
         with replacing_folder(merged.folder) as building:
             with watch.phase("merge", host) as merged.seen, torch.no_grad():

@@ -111,7 +111,7 @@ def _caveats(question: Question) -> list[str]:
     notes = ["predicted: traced activations and exact states; tensors, not what kernels take inside one operator"]
     if question.model.dtype == "float16" and precision_of(question).kind == "bf16":
         notes.append("stored in float16, held in bfloat16: matrix products are rounded to it anyway")
-    if question.job.precision == "auto" and question.hardware.kind == "cuda" and not question.hardware.supports_bf16:
+    if question.job.precision == "auto" and question.hardware.lacks_bf16:
         half = "fp16" if question.job.method in ADAPTED else "fp16_mixed"
         notes.append(
             f"the device has no bf16; memory.precision={half} computes in 16 bits, which is never chosen unasked"

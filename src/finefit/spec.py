@@ -29,6 +29,7 @@ from .hardware import HardwareSpec
 
 __all__ = ["BlockKind", "HardwareSpec", "JobSpec", "ModelSpec", "Parameter", "Role", "resolve_model"]
 
+PrecisionKind = Literal["fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"]
 Role = Literal["linear", "transposed", "norm", "bias", "embedding", "head", "expert", "matrix"]
 """linear: the weight of an ``nn.Linear``; transposed: of GPT-2's ``Conv1D``, a linear stored (inputs, outputs);
 expert: a stack with one slice an expert; matrix: any other, as a router's."""
@@ -274,7 +275,7 @@ class JobSpec:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     """Short names of adapted linears (``q_proj``); empty means every linear of the block."""
-    precision: Literal["auto", "fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"] = "auto"
+    precision: Literal["auto", PrecisionKind] = "auto"
     global_batch_size: int = 16
     max_length: int = 1024
     longest: int = 1024

@@ -22,6 +22,7 @@ STEPS = {"float32": 2**-20, "bfloat16": 2**-8, "float16": 2**-11}  # half of the
 def untokenised(monkeypatch):
     """A tiny model has no tokenizer; the command's own test has one."""
     monkeypatch.setattr(merge, "tokenizer_of", lambda *_: None)
+    monkeypatch.setattr(merge, "read_tokenizer", lambda *_: None)
     monkeypatch.setattr(merge, "save_tokenizer", lambda *_: None)
 
 

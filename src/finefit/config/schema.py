@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..errors import ConfigError
+from ..spec import PrecisionKind
 from ..units import MOST_BYTES, parse_budget
 
 #: Budgets are only read against a real device by the plan; for their spelling any device will do that is larger than
@@ -163,7 +164,7 @@ class Memory(_Section):
     budget: Annotated[str, AfterValidator(_budget)] = Field(
         default="auto", description="memory of the device to use: 8GiB, 24GB, 80%, -1GiB (leave that much), 6GiB..8GiB"
     )
-    precision: Literal["auto", "fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"] = Field(
+    precision: Literal["auto", PrecisionKind] = Field(
         default="auto", description="of weights and arithmetic; fp16 is never chosen unasked"
     )
     checkpointing: Annotated[Auto | Literal["all"] | Count, BeforeValidator(_checkpointing)] = Field(

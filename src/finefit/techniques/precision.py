@@ -9,16 +9,16 @@ trains in float16 loses updates below a thousandth of itself. Loss and norms red
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..layout import Layout
+from ..spec import PrecisionKind
 from .base import NotAsPlanned, Technique
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
     from ..run import Run
 
-Kind = Literal["fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"]
 _SCALED = ", its small gradients kept by a dynamic scale of the loss"
 _SAYS = {
     "fp32": "weights and arithmetic in fp32",
@@ -29,7 +29,7 @@ _SAYS = {
 }
 
 
-_AS_WIDE: dict[Kind, Kind] = {"fp16": "bf16", "fp16_mixed": "bf16_mixed"}
+_AS_WIDE: dict[PrecisionKind, PrecisionKind] = {"fp16": "bf16", "fp16_mixed": "bf16_mixed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Precision(Technique):
     name = "precision"
     exact = False
 
-    kind: Kind = "fp32"
+    kind: PrecisionKind = "fp32"
 
     @property
     def is_half(self) -> bool:
