@@ -13,6 +13,7 @@ from .batches import Batches, Work
 from .cost import seconds_per_step
 from .errors import ConfigError
 from .footprint import Footprint
+from .ladder import Rung
 from .layout import Layout, Micro, layout_of
 from .mesh import Mesh
 from .meshes import fewest_ranks, meshes, techniques_of_mesh
@@ -76,9 +77,16 @@ class Question:
     """Of one data-parallel rank."""
     budget: Budget
     mesh: Mesh = field(default_factory=Mesh)
+    turned_on: Rung = ()
+    """What the search turned on of what the user left open."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "job", self.job.suited_to(self.model))
+
+    def setting(self, key: str) -> str | None:
+        """What ``key`` of ``memory.*`` is, said by the user or turned on by the search; None where neither did."""
+        said = self.job.pin(key)
+        return dict(self.turned_on).get(key) if said is None else said
 
     def work(self, size: int, tokens: int) -> Work:
         """Of micro-batches of at most so many examples and tokens, in rectangles where packing is switched off."""

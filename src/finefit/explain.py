@@ -11,6 +11,7 @@ from typing import cast, get_args
 
 from .candidates import ADAPTED, METHODS, Candidate, Method, Question, candidate, rewrite, splits, techniques_of
 from .coefficients import is_traced
+from .ladder import single, turned_on
 from .mesh import Mesh
 from .meshes import mesh_of, meshes
 from .plan import Neighbour, Plan, Verdict
@@ -25,11 +26,12 @@ _QUALITY = "a choice of quality, so yours"
 
 def explained(question: Question, plan: Plan) -> Plan:
     """``plan``, the answer to ``question``, with its neighbours and with why it stops where it does."""
-    asked = replace(question, job=replace(question.job, method=cast(Method, plan.method)))
+    on = turned_on(plan.techniques, question.job, question.hardware.kind)
+    asked = replace(question, job=replace(question.job, method=cast(Method, plan.method)), turned_on=on)
     asked = asked.over(mesh_of(plan.techniques))
     beside = _Beside(asked, plan)
     near = (
-        *beside.blocks(), *beside.sizes(), *beside.meshes(question), *beside.without(), *beside.precisions(),
+        *beside.blocks(), *beside.sizes(), *beside.meshes(question), *beside.without(), *beside.turned_on(), *beside.precisions(),
         *_methods(question, plan),
     )  # fmt: skip
     return replace(plan, neighbours=tuple(near), reasons=(*plan.reasons, *_enough(question, plan, beside)))
@@ -124,6 +126,22 @@ class _Beside:
             off = "0" if pin == "loss_chunk" else "false"
             other = replace(self.question, job=replace(job, pins=(*(p for p in job.pins if p[0] != pin), (pin, off))))
             yield self._other(f"without {name}", other, "it only saves, and is exact", self._fixed(pin))
+
+    def turned_on(self) -> Iterator[Neighbour]:
+        """Each exact technique that pays in time for memory, on where it is off."""
+        for pair in single(self.question.hardware.kind):
+            key = pair[0]
+            if self.plan.technique(key) is not None:
+                continue
+            says = f"with {key}"
+            if self.question.job.pin(key) is not None:
+                yield Neighbour(says, "not allowed", self._fixed(key))
+                continue
+            other = replace(self.question, turned_on=(*self.question.turned_on, pair))
+            try:
+                yield self._other(says, other, "it is exact and takes time", "")
+            except Unsuitable as error:
+                yield Neighbour(says, "not allowed", str(error))
 
     def precisions(self) -> Iterator[Neighbour]:
         has = self.plan.technique("precision")

@@ -6,6 +6,7 @@ fit the fastest wins; within two per cent of it, the one that needs least memory
 """
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 from .batches import Uniform
@@ -25,6 +26,7 @@ from .candidates import (
 from .errors import ConfigError, DoesNotFit, EngineError
 from .footprint import LABELS, MOMENT_LABELS
 from .hardware import STAND_IN, UNNAMED
+from .ladder import rungs
 from .mesh import Mesh
 from .plan import Alternative, Plan
 from .spec import JobSpec
@@ -51,9 +53,10 @@ def _search(question: Question) -> tuple[Plan | None, list[tuple[str, list[Candi
     job = question.job
     tried: list[tuple[str, list[Candidate]]] = []
     unsuited: Unsuitable | None = None
-    for limit in dict.fromkeys((question.budget.aim_bytes, question.budget.limit_bytes)):
+    limits = dict.fromkeys((question.budget.aim_bytes, question.budget.limit_bytes))
+    for rung, limit in itertools.product(rungs(job, question.hardware.kind), limits):
         for wish in _by_method(job):
-            asked = replace(question, job=wish)
+            asked = replace(question, job=wish, turned_on=rung)
             try:
                 looked_at = [c for divided in over_devices(asked) for c in candidates(divided, limit)]
             except Unsuitable as error:
@@ -61,7 +64,7 @@ def _search(question: Question) -> tuple[Plan | None, list[tuple[str, list[Candi
                 continue  # what was tried before it argues
             fitting = [c for c in looked_at if c.predicted.total_bytes <= limit]
             if fitting:
-                return _plan(asked, fitting, looked_at, _preface(question, tried, wish.method, limit)), tried
+                return _plan(asked, fitting, looked_at, _preface(asked, tried, job.method, limit)), tried
             tried.append((wish.method, looked_at))
     if not tried and unsuited:
         raise _unsuitable(question, unsuited) from unsuited
@@ -129,16 +132,20 @@ def _caveats(question: Question) -> list[str]:
     return notes
 
 
-def _preface(question: Question, tried: list[tuple[str, list[Candidate]]], method: str, limit: int) -> list[str]:
+def _preface(asked: Question, tried: list[tuple[str, list[Candidate]]], wished: str, limit: int) -> list[str]:
+    """What the answer to ``asked`` begins with; ``wished`` is the user's word for the method."""
+    method = asked.job.method
     said = [
         f"{name} does not fit: at least {format_bytes(_smallest(looked_at).predicted.total_bytes)}"
         for name, looked_at in dict(tried).items()
         if name != method
     ]
-    if question.job.method == "auto":
+    if wished == "auto":
         said.append(f"method {method}: the first of {', '.join(METHODS)} that fits")
-    if limit != question.budget.aim_bytes:
-        said.append(f"nothing fits {format_bytes(question.budget.aim_bytes)}, so up to {format_bytes(limit)} is used")
+    if asked.turned_on:
+        said.append(f"nothing fits without {', '.join(key for key, _ in asked.turned_on)}, so it is turned on")
+    if limit != asked.budget.aim_bytes:
+        said.append(f"nothing fits {format_bytes(asked.budget.aim_bytes)}, so up to {format_bytes(limit)} is used")
     return said
 
 
@@ -196,8 +203,8 @@ def _least(question: Question) -> int | None:
     """Bytes of the smallest combination; None where it cannot be used on this model, or not be planned here."""
     blocks = most_blocks(question)
     needed: list[int] = []
-    for wish in _by_method(question.job):
-        asked = replace(question, job=wish)
+    for wish, rung in itertools.product(_by_method(question.job), rungs(question.job, question.hardware.kind)):
+        asked = replace(question, job=wish, turned_on=rung)
         with contextlib.suppress(Unsuitable, EngineError, ConfigError):
             if asked.hardware.count > 1:
                 needed += [smallest_of(divided).predicted.total_bytes for divided in over_devices(asked)]

@@ -39,6 +39,10 @@ class Technique:
     def describe(self) -> str:
         raise AssertionError(f"{self.name} does not say what it does")
 
+    def setting(self) -> str:
+        """The value of its key of ``memory.*`` that turns it on so, where it has one key of its name."""
+        return "true"
+
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         """Compare what really ran, on the run and in the rehearsal's ledger, with the settings; raise NotAsPlanned."""
 
