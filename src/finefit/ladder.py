@@ -1,0 +1,31 @@
+"""What the search turns on, a rung at a time, where nothing fits without: exact techniques that pay in time.
+
+A rung is what is turned on, as (key of ``memory.*``, value) pairs; the first is nothing. What the user said of a key
+stands, so a rung that says otherwise is left out. All of them are exact: nothing here buys memory with quality.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from .spec import JobSpec
+from .techniques import Technique
+
+Rung = tuple[tuple[str, str], ...]
+# Cheapest first, each alone and then together.
+RUNGS: dict[str, tuple[Rung, ...]] = {"cpu": (), "cuda": ()}
+
+
+def rungs(job: JobSpec, kind: str) -> Iterator[Rung]:
+    """Nothing turned on, then every rung the user left open on such a device."""
+    yield ()
+    yield from (rung for rung in RUNGS[kind] if all(job.pin(key) is None for key, _ in rung))
+
+
+def turned_on(techniques: Sequence[Technique], job: JobSpec, kind: str) -> Rung:
+    """The rung a plan with these techniques stands on."""
+    keys = {key for rung in RUNGS[kind] for key, _ in rung}
+    return tuple((t.name, t.setting()) for t in techniques if t.name in keys and job.pin(t.name) is None)
+
+
+def single(kind: str) -> Iterator[tuple[str, str]]:
+    """Each thing that may be turned on, by itself."""
+    yield from dict.fromkeys(pair for rung in RUNGS[kind] for pair in rung)
