@@ -41,8 +41,9 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
     import torch
 
     from finefit import assets, examples, models, planning, session, trainer
-    from finefit.build import Optimizing, build
+    from finefit.build import build
     from finefit.config import load
+    from finefit.nn.optimizers import Optimizing
     from finefit.rehearse import rehearse
     from finefit.spec import resolve_model
 

@@ -47,11 +47,12 @@ def measure(model: str, job_words: Sequence[str], settings: Sequence[str]) -> di
 
     from finefit import assets, examples, models, planning
     from finefit.batches import FromOrder
-    from finefit.build import Optimizing, build
+    from finefit.build import build
     from finefit.candidates import Question, rewrite, splits, techniques_of
     from finefit.config import load
     from finefit.cost import seconds_per_step
     from finefit.loop import optimizer_step
+    from finefit.nn.optimizers import Optimizing
     from finefit.run import trainable
     from finefit.spec import resolve_model
 

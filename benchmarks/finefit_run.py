@@ -55,11 +55,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from finefit import models
-    from finefit.build import Optimizing, optimizer_of, reset_adapters, rewritten
+    from finefit.build import reset_adapters, rewritten
     from finefit.data.order import InOrder
     from finefit.data.readers import open_source
     from finefit.data.tokens import prepare
     from finefit.loop import optimizer_step
+    from finefit.nn.optimizers import Optimizing
     from finefit.run import trainable
     from finefit.techniques import (
         Accumulation,
@@ -85,7 +86,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     models.fill_from(given.model)(run.model, run.device)
     reset_adapters(run.model, SEED)
     loaded = _settled()
-    run.optimizer = optimizer_of(run, Optimizing(LEARNING_RATE))
+    run.optimizer.begin(trainable(run.model), Optimizing(LEARNING_RATE))
     parameters = trainable(run.model)
 
     def feed(step: int) -> list[Any]:

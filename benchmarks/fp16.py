@@ -21,8 +21,9 @@ import torch
 from accuracy_cpu import machine
 
 from finefit import assets, examples, models
-from finefit.build import Optimizing, build
+from finefit.build import build
 from finefit.config import load
+from finefit.nn.optimizers import Optimizing
 from finefit.run import Run, summed_loss, trainable
 from finefit.techniques import Accumulation, Clipping, FusedLoss, FusedOps, Packing, Precision
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finefit import models, predict, trace
-from finefit.build import Optimizing, build
+from finefit.build import build
 from finefit.layout import Layout, Micro, layout_of
 from finefit.ledger import Ledger
+from finefit.nn.optimizers import Optimizing
 from finefit.run import Example, MicroBatch, Run, summed_loss
 from finefit.spec import ModelSpec
 from finefit.techniques import Precision, Technique, in_order

@@ -5,24 +5,14 @@ from the same shape as a fresh one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import models
+from .nn.optimizers import Optimizing
 from .run import Run, trainable
 from .techniques import Technique, in_order
-
-
-@dataclass(frozen=True, slots=True)
-class Optimizing:
-    """AdamW's settings; ``learning_rate`` is the peak of the schedule."""
-
-    learning_rate: float = 2e-4
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
 
 
 def build(
@@ -32,7 +22,7 @@ def build(
     """A run ready for its first micro-batch."""
     run = rewritten(config, techniques, device)
     load(run, fill, seed)
-    run.optimizer = optimizer_of(run, optimizing)
+    run.optimizer.begin(trainable(run.model), optimizing)
     return run
 
 
@@ -61,23 +51,3 @@ def reset_adapters(model: Any, seed: int) -> None:
                 module.lora_A.copy_(drawn)
                 del drawn  # or it would be there while the next one is drawn
                 module.lora_B.zero_()
-
-
-def optimizer_of(run: Run, optimizing: Optimizing) -> torch.optim.Optimizer:
-    """AdamW, fused, its two moments and its step count allocated at once; no decay on norms and biases."""
-    parameters = trainable(run.model)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optimizing.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optimizing.learning_rate, betas=optimizing.betas, eps=optimizing.eps, fused=True,
-    )  # fmt: skip
-    for p in parameters:
-        optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device),
-            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-        }
-    return optimizer

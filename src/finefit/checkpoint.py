@@ -90,7 +90,6 @@ def _folders(folder: Path) -> list[Path]:
 
 def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
     """State tensors by the parameter's name."""
-    assert run.optimizer is not None
     names = {p: name for name, p in run.model.named_parameters()}
     return {f"{names[p]}.{key}": tensor for p, state in run.optimizer.state.items() for key, tensor in state.items()}
 

@@ -85,7 +85,6 @@ def optimizer_step(
 
     Diverged, and no update, where the loss or the norm is not finite (a loss scaler has its own way with that).
     """
-    assert run.optimizer is not None
     labelled = sum(len(batch.label_l) for batch in batches)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate

@@ -24,7 +24,6 @@ def rehearse(
     run: Run, worst: Sequence[Example], others: Sequence[Example], techniques: Sequence[Technique], micro_steps: int
 ) -> Footprint:
     """The measured footprint of a step of ``worst``; raises NotAsPlanned. ``others`` are two short examples."""
-    assert run.optimizer is not None
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if run.device.type == "cuda" else []
     batch = run.collate(worst).to(run.device)
     padding = batch.ids_bs.numel() - sum(width(len(ids)) for ids, _ in worst)
@@ -69,7 +68,6 @@ def _second_only(batch: MicroBatch, first: Example) -> MicroBatch:
 
 def _forget(run: Run) -> None:
     """Gradients away, optimizer states as new."""
-    assert run.optimizer is not None
     run.optimizer.zero_grad(set_to_none=True)
     for state in run.optimizer.state.values():
         for tensor in state.values():

@@ -18,6 +18,7 @@ from .data.micro import width
 from .ledger import Ledger, NoLedger
 from .nn.attend import ATTENTION
 from .nn.chunked_loss import Logits
+from .nn.optimizers import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Run:
     loss: Callable[[Any, Tensor, MicroBatch], Tensor] = plain_loss
     clip: Callable[[Sequence[nn.Parameter]], Tensor] = global_norm
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizer = field(default_factory=Optimizer)
     evidence: dict[str, int] = field(default_factory=dict)
     """What really happened, counted where it happens; post-conditions compare it with the plan."""
 

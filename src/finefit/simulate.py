@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .build import Optimizing, rewritten
-from .build import optimizer_of as own_optimizer
+from .build import rewritten
 from .catalog.configs import depth_key
 from .fakes import without_values
 from .foreign import ForeignRun
@@ -27,6 +26,8 @@ from .layout import Micro
 from .ledger import Ledger
 from .models import fill_empty
 from .nn.attend import standing_for
+from .nn.optimizers import Optimizing
+from .run import trainable
 from .stacks import builder_of
 from .stacks.adapters import Packed
 from .stacks.attention import cuda_kernels
@@ -84,7 +85,7 @@ def plan_stream(
         run = rewritten(made, fitted, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             fill_empty(run.model, run.device)
-            run.optimizer = own_optimizer(run, Optimizing())
+            run.optimizer.begin(trainable(run.model), Optimizing())
             run_step(run, batch_of(micro), ledger, min(steps, MICRO_STEPS))
     return _deep(ledger, pattern, shallow, depth, first) or plan_stream(config, techniques, micro, kind, whole=True)
 

@@ -21,10 +21,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import coefficients, evaluate, models
-from .build import Optimizing, optimizer_of, rewritten
+from .build import rewritten
 from .fakes import query_block, without_values
 from .layout import Micro
 from .ledger import Ledger, NoLedger, block_marks
+from .nn.optimizers import Optimizing
 from .poly import Poly, dominates, plus, value
 from .reading import NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
 from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
@@ -133,7 +134,6 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
             ledger.mark("idle")
         ledger.own((p.grad for p in run.model.parameters()), "gradient")
         ledger.mark("optimizer")
-        assert run.optimizer is not None
         run.scaler.unscale_(run.optimizer)
         run.clip(trainable(run.model))
         run.scaler.step(run.optimizer)
@@ -162,7 +162,6 @@ class _Within(NoLedger):
 
 def own_state(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
     """Name what is there before the step begins."""
-    assert run.optimizer is not None
     blocks = [(f"own {i}", block) for i, block in enumerate(blocks_of(run.model))]
     for name, module in (*blocks, ("own rest", run.model)):
         ledger.mark(name)
@@ -185,7 +184,7 @@ def traced(
     run = rewritten(config, techniques, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), query_block(sizes["Q"]), without_values():
         models.fill_empty(run.model, run.device)
-        run.optimizer = optimizer_of(run, Optimizing())
+        run.optimizer.begin(trainable(run.model), Optimizing())
         micro = Micro(sizes["T"], sizes["S"], sizes["L"])
         step(run, batch_of(micro, sizes["S"] if "B" in sizes else 0), ledger)
     return ledger

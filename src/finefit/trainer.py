@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from . import adapter, checkpoint, evaluate, loop, models, phases, watch
-from .build import Optimizing, load, optimizer_of, rewritten
+from .build import load, rewritten
 from .candidates import rewrite
 from .config import Config
 from .data.order import spaced
 from .errors import DataError, Diverged, OutOfMemory
 from .events import EventLog, number, steps
 from .layout import Micro
+from .nn.optimizers import Optimizing
 from .obey import worst_rows
 from .predict import footprint
 from .rehearse import rehearse
@@ -126,7 +127,7 @@ def _build(job: Job, log: EventLog) -> Run:
     with watch.phase("load", run) as seen:
         load(run, models.fill_from(job.model_folder), job.config.seed)
     watch.tell(log, "load", 0, seen, plan.predicted)
-    run.optimizer = optimizer_of(run, Optimizing(peak, at.weight_decay))
+    run.optimizer.begin(trainable(run.model), Optimizing(peak, at.weight_decay))
     return run
 
 

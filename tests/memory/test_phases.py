@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from finefit import checkpoint, coefficients, evaluate, models, phases, predict, watch
 from finefit.adapter import write_tensors
-from finefit.build import Optimizing, load, optimizer_of, rewritten
+from finefit.build import load, rewritten
 from finefit.candidates import rewrite
 from finefit.footprint import PHASES
-from finefit.run import MicroBatch
+from finefit.nn.optimizers import Optimizing
+from finefit.run import MicroBatch, trainable
 from finefit.spec import HardwareSpec, ModelSpec
 from finefit.techniques import (
     Accumulation,
@@ -65,7 +66,7 @@ def both(request, folder, tmp_path_factory):
     batches: list[MicroBatch] = []
     with watch.phase("load", run) as seen["load"]:
         load(run, models.fill_from(folder))
-    run.optimizer = optimizer_of(run, Optimizing())
+    run.optimizer.begin(trainable(run.model), Optimizing())
 
     @contextmanager
     def watching(batch):

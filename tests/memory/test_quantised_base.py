@@ -9,10 +9,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from finefit import checkpoint, models, predict
-from finefit.build import Optimizing, build, rewritten
+from finefit.build import build, rewritten
 from finefit.layout import layout_of
 from finefit.ledger import Ledger
 from finefit.nn import blockwise
+from finefit.nn.optimizers import Optimizing
 from finefit.nn.quantised_linear import QuantisedWeight
 from finefit.run import blocks_of, padded
 from finefit.spec import Parameter

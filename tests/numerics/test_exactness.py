@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finefit import models
-from finefit.build import Optimizing, build
+from finefit.build import build
 from finefit.loop import optimizer_step
+from finefit.nn.optimizers import Optimizing
 from finefit.run import padded, summed_loss, trainable
 from finefit.techniques import Accumulation, Checkpointing, Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
 from tiny import (

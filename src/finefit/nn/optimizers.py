@@ -1,0 +1,92 @@
+"""The optimizer of a run: which tensors are stepped and when; the *rule* says what a step is.
+
+A rule starts each parameter's states at once, so that memory is the same from the rehearsal on, and steps any set of
+parameters, so that they may be stepped together, or one by one as their gradients appear. Rules stand around others:
+one that keeps the states elsewhere steps by the rule inside it. Declines closures and parameters that come later.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.adamw import adamw
+
+States = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizing:
+    """The user's settings; ``learning_rate`` is the peak of the schedule."""
+
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+class Rule(Protocol):
+    """One way to make a step of gradients."""
+
+    def start(self, parameter: Parameter) -> States:
+        """The states of a parameter before its first step, in their final storage."""
+        ...
+
+    def update(self, parameters: Sequence[Parameter], states: Sequence[States], at: Mapping[str, Any]) -> None:
+        """One step of these parameters, which have gradients; ``at`` is their group: lr, weight_decay, betas, eps.
+
+        ``at["found_inf"]`` is a tensor that is 1 where a loss scaler found a gradient that is not finite, so that
+        nothing must change; None without a scaler.
+        """
+        ...
+
+
+class AdamW:
+    """Two moments in the parameter's own type and a step count, by torch's fused kernel (arXiv:1711.05101)."""
+
+    def start(self, parameter: Parameter) -> States:
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+
+    def update(self, parameters: Sequence[Parameter], states: Sequence[States], at: Mapping[str, Any]) -> None:
+        first, second, count = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        grads = [p.grad for p in parameters if p.grad is not None]
+        beta1, beta2 = at["betas"]
+        adamw(list(parameters), grads, first, second, [], count, fused=True, found_inf=at["found_inf"], amsgrad=False,
+              beta1=beta1, beta2=beta2, lr=at["lr"], weight_decay=at["weight_decay"], eps=at["eps"], maximize=False)  # fmt: skip
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Empty until ``begin``; techniques set ``rule`` before."""
+
+    _step_supports_amp_scaling = True  # the scaler hands over found_inf instead of asking the device for it
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {})
+        self.rule: Rule = AdamW()
+
+    def begin(self, parameters: Sequence[Parameter], optimizing: Optimizing) -> None:
+        """Take on ``parameters``, their states in place; no decay on norms and biases."""
+        settings = {"lr": optimizing.learning_rate, "betas": optimizing.betas, "eps": optimizing.eps}
+        self.param_groups.clear()
+        for matrices, decay in ((True, optimizing.weight_decay), (False, 0.0)):
+            if found := [p for p in parameters if (p.dim() > 1) is matrices]:
+                self.add_param_group({"params": found, "weight_decay": decay, **settings})
+        for p in parameters:
+            self.state[p] = self.rule.start(p)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.update(group, [p for p in group["params"] if p.grad is not None])
+
+    def update(self, group: Mapping[str, Any], parameters: Sequence[Parameter]) -> None:
+        """One step of some parameters of a group."""
+        if parameters:
+            at = {**group, "found_inf": getattr(self, "found_inf", None)}
+            self.rule.update(parameters, [self.state[p] for p in parameters], at)
