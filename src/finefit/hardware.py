@@ -32,6 +32,7 @@ UNNAMED, STAND_IN = "GPU with", "RTX 3090"  # rates of a device of which only th
 _CORE_FLOPS_PER_S = {"avx512f": 147e9, "avx2": 60e9, "none": 20e9, "amx_bf16": 930e9, "amx_fp16": 930e9}
 _CORE_BANDWIDTH_BYTES_PER_S = 12e9  # one core streaming from DDR4/DDR5, a guess
 _SOCKET_BANDWIDTH_BYTES_PER_S = 80e9
+_LINK_SHARE = 0.8  # of the host link's peak that large pinned copies reach
 _COUNT_BEFORE = re.compile(r"^\s*(-?\d+(?:[.,]\d+)?)\s*[x×*]\s*(.+)$", re.IGNORECASE)
 _COUNT_AFTER = re.compile(r"^(.*\d|.+\s)[x×*]\s*(-?\d+(?:[.,]\d+)?)\s*$", re.IGNORECASE)
 _AMOUNT = re.compile(r"^(?:gpu[\s_-]*)?([0-9.]+\s*(?:[kmgt]i?b?|b))$", re.IGNORECASE)
@@ -64,6 +65,13 @@ class HardwareSpec:
     """Machines that the ``count`` devices are spread over evenly."""
     host_memory_bytes: int = 0
     """Of one machine; 0 where it is not known."""
+    disk_bytes_per_s: float = 1.5e9
+    """Written to or read from the disk of the user's cache; a middling NVMe drive where it was not measured."""
+
+    def offload_bytes_per_s(self, place: str) -> float:
+        """One direction between the device and where something is offloaded to: its host, or the host's disk."""
+        link = self.link_bytes_per_s * _LINK_SHARE if self.kind == "cuda" else self.bandwidth_bytes_per_s
+        return min(link, self.disk_bytes_per_s) if place == "disk" else link
 
     def flops_per_s(self, dtype: str) -> float:
         """Dense matmul rate in ``dtype``; float32's where the dtype has no rate of its own."""
@@ -137,7 +145,12 @@ class HardwareSpec:
             return cls.of_cpu()
         first = devices[0]
         gpu = find_gpu(first.name) or _stand_in()
-        rates = {**_catalogued_rates(gpu), "supports_bf16": first.supports_bf16, **_calibrated(first.name)}
+        rates = {
+            **_catalogued_rates(gpu),
+            "supports_bf16": first.supports_bf16,
+            **_disk_rate(),
+            **_calibrated(first.name),
+        }
         return cls(
             name=first.name,
             kind="cuda",
@@ -227,6 +240,11 @@ def _rates(rates: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple((dtype, float(rate)) for dtype, rate in rates.items())
 
 
+def _disk_rate() -> dict[str, Any]:
+    """The disk's, which the CPU's section has, whatever the device."""
+    return {key: rate for key, rate in _calibrated("cpu").items() if key == "disk_bytes_per_s"}
+
+
 def _calibrated(device: str) -> dict[str, Any]:
     """Measured rates of ``device`` by field of HardwareSpec; empty where nothing was measured."""
     path = calibration_path()
@@ -237,7 +255,9 @@ def _calibrated(device: str) -> dict[str, Any]:
         # the flat form describes the CPU; a machine with a GPU needs a section for each device
         found = data.get(device, data if device == "cpu" else {})
         measured: dict[str, Any] = {
-            key: float(found[key]) for key in ("bandwidth_bytes_per_s", "link_bytes_per_s") if key in found
+            key: float(found[key])
+            for key in ("bandwidth_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s")
+            if key in found
         }
         if "matmul_flops_per_s" in found:
             measured["matmul_flops_per_s"] = _rates(found["matmul_flops_per_s"])

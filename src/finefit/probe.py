@@ -1,21 +1,23 @@
 """Measures this machine's rates, for the planner's seconds: `python -m finefit.probe` prints them as JSON.
 
-Matmul of 2048 x 2048 by dtype and memory bandwidth by a large copy, of the CPU and of every kind of CUDA device; the
-median of five. `record` keeps them where `hardware` reads them. Always a process of its own, so that a broken torch is
-a message and not a crash. Declined: disks, networks, links between devices.
+Matmul of 2048 x 2048 by dtype and memory bandwidth by a large copy, of the CPU and of every kind of CUDA device; of the
+disk under the user's cache, writing and then reading what the system was told to forget; the median of five. `record` keeps them where `hardware` reads them. Always a process of its own, so that a broken torch is
+a message and not a crash. Declined: networks, links between devices.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import EngineError
-from .files import write_atomically
+from .files import writable_cache, write_atomically
 from .hardware import calibration_path
 
 SIDE = 2048
@@ -63,7 +65,7 @@ def measure() -> Rates:
     """The same in this process: imports torch and takes some seconds."""
     import torch
 
-    found = {"cpu": _rates(torch, torch.device("cpu"), ("float32", "bfloat16"))}
+    found = {"cpu": {**_rates(torch, torch.device("cpu"), ("float32", "bfloat16")), "disk_bytes_per_s": _disk_rate()}}
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
         if name not in found:
@@ -90,6 +92,25 @@ def _rates(torch: Any, device: Any, dtypes: tuple[str, ...]) -> dict[str, Any]:
         host = torch.ones(size, pin_memory=True)
         rates["link_bytes_per_s"] = COPY_BYTES / _median_s(lambda: target.copy_(host, non_blocking=True), finish)
     return rates
+
+
+def _disk_rate() -> float:
+    """Bytes/s written to the disk and read again: what is offloaded there goes both ways."""
+    block = memoryview(bytearray(COPY_BYTES // 16))
+    with tempfile.TemporaryFile(dir=writable_cache("scratch"), buffering=0) as file:
+
+        def both_ways() -> None:
+            file.seek(0)
+            for _ in range(16):
+                file.write(block)
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            for _ in range(16):
+                file.readinto(block)
+
+        return 2 * COPY_BYTES / _median_s(both_ways, lambda: None)
 
 
 def _median_s(work: Callable[[], object], finish: Callable[[], None]) -> float:

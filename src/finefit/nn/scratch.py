@@ -1,0 +1,87 @@
+"""Bytes of tensors on a disk for as long as a process lives: what techniques that offload to disk write and read back.
+
+One nameless file in the user's cache (never /tmp, which may itself be memory), so nothing is left behind however the
+process ends; places in it are used again. Tensors are written and read whole, through the system's page cache, which
+gives way when memory is short. Tensors without values (a fake step) take a place and no bytes. Declines to hold anything
+between processes.
+"""
+
+import os
+import tempfile
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import EngineError
+from ..files import writable_cache
+
+_PART = "scratch"
+_ALIGNED = 4096  # bytes: whole pages, so that no place shares one with another
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    offset: int
+    n_bytes: int
+
+
+class Scratch:
+    """``put`` and ``get`` may be called from several threads, for different places."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        where = folder or writable_cache(_PART)
+        where.mkdir(parents=True, exist_ok=True)
+        self.folder, self._end = where, 0
+        self._file, name = tempfile.mkstemp(dir=where)
+        os.unlink(name)
+        weakref.finalize(self, os.close, self._file)
+        self._free: dict[int, list[Place]] = defaultdict(list)  # by size
+
+    def reserve(self, n_bytes: int) -> Place:
+        """A place for so many bytes, one that was released if there is one of the size."""
+        whole = -(-n_bytes // _ALIGNED) * _ALIGNED
+        if self._free[whole]:
+            return self._free[whole].pop()
+        place = Place(self._end, whole)
+        self._end += whole
+        return place
+
+    def release(self, place: Place) -> None:
+        self._free[place.n_bytes].append(place)
+
+    def put(self, tensor: Tensor, place: Place) -> None:
+        """Write a contiguous tensor of the host; EngineError where the disk is full or fails."""
+        if isinstance(tensor, FakeTensor):
+            return
+        left, offset = _bytes_of(tensor), place.offset
+        try:
+            while left:
+                written = os.pwrite(self._file, left, offset)
+                left, offset = left[written:], offset + written
+        except OSError as error:
+            raise EngineError(
+                f"could not write to the disk: {error.strerror}", where=str(self.folder),
+                hint="free some space there, or say none for what is offloaded to disk",
+            ) from error  # fmt: skip
+
+    def get(self, tensor: Tensor, place: Place) -> None:
+        """Fill a contiguous tensor of the host with what was put there."""
+        if isinstance(tensor, FakeTensor):
+            return
+        left, offset = _bytes_of(tensor), place.offset
+        while left:
+            read = os.preadv(self._file, [left], offset)
+            if not read:
+                raise EngineError("what was written to the disk is not there any more", where=str(self.folder))
+            left, offset = left[read:], offset + read
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
