@@ -53,7 +53,6 @@ def measure(model: str, job_words: Sequence[str], settings: Sequence[str]) -> di
     from finefit.cost import seconds_per_step
     from finefit.loop import optimizer_step
     from finefit.nn.optimizers import Optimizing
-    from finefit.run import trainable
     from finefit.spec import resolve_model
 
     words = [
@@ -81,7 +80,7 @@ def measure(model: str, job_words: Sequence[str], settings: Sequence[str]) -> di
         examples = [tuple(data.store[row]) for row in rows]
         started = time.perf_counter()
         batches = [run.collate([examples[i] for i in group]) for group in run.split([len(ids) for ids, _ in examples])]
-        optimizer_step(run, batches, trainable(run.model), 2e-4)
+        optimizer_step(run, batches, 2e-4)
         seconds.append(time.perf_counter() - started)
     return {
         "settings": list(settings), "predicted_s": predicted, "measured_s": sum(seconds[WARM:]) / TIMED,

@@ -87,7 +87,6 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     reset_adapters(run.model, SEED)
     loaded = _settled()
     run.optimizer.begin(trainable(run.model), Optimizing(LEARNING_RATE))
-    parameters = trainable(run.model)
 
     def feed(step: int) -> list[Any]:
         examples = [tuple(store[row]) for row in order.batch(step)]
@@ -95,11 +94,11 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         return [run.collate([examples[i] for i in group]) for group in groups]
 
     if given.profile:
-        return profiled(lambda: optimizer_step(run, feed(1), parameters, LEARNING_RATE))
+        return profiled(lambda: optimizer_step(run, feed(1), LEARNING_RATE))
     steps = []
     for step in range(1, given.steps + 1):
         started = time.perf_counter()
-        steps.append((*optimizer_step(run, feed(step), parameters, LEARNING_RATE), time.perf_counter() - started))
+        steps.append((*optimizer_step(run, feed(step), LEARNING_RATE), time.perf_counter() - started))
     losses, norms, tokens, labelled, seconds = (list(column) for column in zip(*steps, strict=True))
     warm = slice(1, None) if len(steps) > 1 else slice(None)
     memory = given.measure == "memory"

@@ -26,6 +26,7 @@ from .techniques import (
     FusedLoss,
     FusedOps,
     Lora,
+    OptimizerOffload,
     Packing,
     Precision,
     QuantizedBase,
@@ -38,7 +39,13 @@ from .units import Budget
 
 LOSS_CHUNK = {"cpu": 256, "cuda": 1024}
 Method = Literal["full", "lora", "qlora"]
-_LATE = (Checkpointing, FusedLoss, Accumulation, Clipping)  # techniques that say how a step runs, and add no tensors
+_LATE = (
+    Checkpointing,
+    FusedLoss,
+    Accumulation,
+    Clipping,
+    OptimizerOffload,
+)  # techniques that say how a step runs, and add no tensors
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")  # what auto tries, in order
 _HALVES = ("bfloat16", "float16")
 ADAPTED = METHODS[1:]  # methods that train adapters on a frozen base
@@ -256,7 +263,17 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
         chosen.append(FusedLoss(chunk))
     chosen.append(Accumulation(size, tokens, work.most_steps))
     chosen.append(Clipping(float(job.pin("max_grad_norm") or 1.0)))
+    if place := offload_of(question, "optimizer_offload"):
+        chosen.append(OptimizerOffload(place, "host" if kind == "cuda" else "device"))
     return in_order(chosen)
+
+
+def offload_of(question: Question, key: str) -> Literal["host", "disk"] | None:
+    """Where ``memory.key`` puts what it takes off the device; None where it takes nothing."""
+    place = question.setting(key)
+    if place == "host" and question.hardware.kind == "cpu":
+        raise Unsuitable(f"a CPU's memory is the host's: memory.{key}=disk takes off it what the host would take")
+    return cast(Literal["host", "disk"], place) if place in ("host", "disk") else None
 
 
 def precision_of(question: Question) -> Precision:

@@ -90,8 +90,11 @@ def _folders(folder: Path) -> list[Path]:
 
 def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
     """State tensors by the parameter's name."""
-    names = {p: name for name, p in run.model.named_parameters()}
-    return {f"{names[p]}.{key}": tensor for p, state in run.optimizer.state.items() for key, tensor in state.items()}
+    return {
+        f"{name}.{key}": tensor
+        for name, p in run.model.named_parameters()
+        for key, tensor in run.optimizer.states_of(p).items()
+    }
 
 
 def _generators() -> dict[str, Tensor]:

@@ -52,6 +52,8 @@ _ON = {
 # Bytes of one allocation that the C library always asks the system for (mallopt(3), M_MMAP_THRESHOLD).
 _FRESH_FROM = 2**25
 _MULTIPLIED = ("linear", "transposed", "matrix", "expert")  # roles of tensors that activations are multiplied with
+_UPDATED = 7  # of a parameter's bytes: AdamW reads weight, gradient and two moments, and writes all but the gradient
+_HOST_BYTES_PER_S = 20e9  # a processor's memory beside a GPU, that a step on the host moves: a guess, two DDR4 channels
 _QUERY_ROWS = 128  # that attention on a CPU works on at once (nn.attention)
 _CALLS_PER_BLOCK = 120  # forward and backward
 # A quantised weight is brought back in chunks: bytes read and written an element by its bits (codes and lookups, fp32
@@ -63,12 +65,24 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     """Seconds of one optimizer step with the mean work of the run, of one rank's share of it."""
     mesh = layout.mesh
     busy = _blocks_s(layout, work, hardware) / (mesh.tensor * mesh.stages)
-    updated = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) * 7
     shards = mesh.shards if mesh.stage else 1
-    update = updated / (shards * mesh.stages) / hardware.bandwidth_bytes_per_s
-    if mesh.devices == 1:
-        return busy + update
-    return with_traffic(busy, layout, work, hardware) + update
+    trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / (shards * mesh.stages)
+    if layout.steps_on == "host":
+        busy = max(busy, work.mean_steps * trained / hardware.offload_bytes_per_s("host"))  # gradients go as they come
+    if mesh.devices > 1:
+        busy = with_traffic(busy, layout, work, hardware)
+    return busy + _update_s(layout, trained, hardware)
+
+
+def _update_s(layout: Layout, trained: float, hardware: HardwareSpec) -> float:
+    """Seconds of the update of ``trained`` bytes of weights: weight, gradient and states read and written."""
+    if layout.steps_on == "device":
+        seconds = _UPDATED * trained / hardware.bandwidth_bytes_per_s
+    else:  # the weights go back while the next are stepped
+        seconds = max(_UPDATED * trained / _HOST_BYTES_PER_S, trained / hardware.offload_bytes_per_s("host"))
+    if layout.states_on == "disk":
+        seconds += 2 * layout.state_tensors * trained / hardware.disk_bytes_per_s
+    return seconds
 
 
 def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:

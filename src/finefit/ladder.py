@@ -11,7 +11,10 @@ from .techniques import Technique
 
 Rung = tuple[tuple[str, str], ...]
 # Cheapest first, each alone and then together.
-RUNGS: dict[str, tuple[Rung, ...]] = {"cpu": (), "cuda": ()}
+RUNGS: dict[str, tuple[Rung, ...]] = {
+    "cpu": ((("optimizer_offload", "disk"),),),
+    "cuda": ((("optimizer_offload", "host"),), (("optimizer_offload", "disk"),)),
+}
 
 
 def rungs(job: JobSpec, kind: str) -> Iterator[Rung]:

@@ -63,6 +63,10 @@ class Layout:
     """Bytes that a weight takes beside itself and the parameters while it is quantised; 0 where none is."""
     state_tensors: int = 2
     """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
+    states_on: Literal["device", "host", "disk"] = "device"
+    """Where the optimizer's states are, but for step counts where it is the device that steps."""
+    steps_on: Literal["device", "host"] = "device"
+    """Where parameters are stepped; gradients go there as they appear."""
     mesh: Mesh = field(default_factory=Mesh)
     """How it is divided over devices; bytes are of one of them."""
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import psutil
-from torch.nn import Parameter
 
 from .errors import Diverged
 from .events import EventLog
-from .run import MicroBatch, Run, summed_loss, trainable
+from .run import MicroBatch, Run, summed_loss
 
 MOST_SKIPPED = 25  # in a row: the scale is down to 1/512 of 1 then, and range is not what is lacking
 
@@ -43,12 +42,12 @@ class Hooks:
 
 def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
     """Steps ``done + 1`` to ``pace.steps``. A checkpoint is saved at the end, and where it is stopped."""
-    parameters, skipped = trainable(run.model), 0
+    skipped = 0
     process = psutil.Process()
     for step in range(done + 1, pace.steps + 1):
         started = time.perf_counter()
         rate = pace.learning_rate(step)
-        loss, norm, tokens, labelled = optimizer_step(run, hooks.feed(step), parameters, rate)
+        loss, norm, tokens, labelled = optimizer_step(run, hooks.feed(step), rate)
         seconds = time.perf_counter() - started
         skipped = 0 if math.isfinite(norm) else skipped + 1
         if skipped:
@@ -78,9 +77,7 @@ def _tell_skipped(run: Run, log: EventLog, step: int, skipped: int) -> None:
         raise Diverged(f"{skipped} updates in a row were skipped, with the loss scaled by {scale:g} at last", hint=hint)
 
 
-def optimizer_step(
-    run: Run, batches: Sequence[MicroBatch], parameters: Sequence[Parameter], learning_rate: float
-) -> tuple[float, float, int, int]:
+def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float) -> tuple[float, float, int, int]:
     """One update from one global batch: (loss per labelled token, gradient norm, real tokens, labelled tokens).
 
     Diverged, and no update, where the loss or the norm is not finite (a loss scaler has its own way with that).
@@ -93,8 +90,9 @@ def optimizer_step(
         loss = summed_loss(run, batch.to(run.device)) / labelled
         run.scaler.scale(loss).backward()
         total += loss.item()
+    stepped = run.optimizer.gradients()
     run.scaler.unscale_(run.optimizer)
-    norm = run.clip(parameters).item()
+    norm = run.clip(stepped).item()
     if not (run.scaler.is_enabled() or math.isfinite(total + norm)):
         raise Diverged(f"loss {total}, norm {norm}", hint="try a smaller train.learning_rate, or look at the data")
     run.scaler.step(run.optimizer)

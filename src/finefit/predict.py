@@ -20,6 +20,7 @@ from .sections import Section, numbers
 from .spec import HardwareSpec
 from .witness import nccl_bytes
 
+_STEP_COUNT = 4  # one fp32 scalar a tensor
 QUERY_BLOCK = 128  # rows of one attention block: nn.attention.QUERY_BLOCK
 _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step",
            "eval": "eval"}  # fmt: skip
@@ -27,7 +28,13 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
-    return dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.state_tensors))
+    found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.state_tensors))
+    if layout.states_on != "device":
+        trained = sum(g.count for g in layout.groups if g.trainable)
+        found["optimizer_state"] = _STEP_COUNT * trained if layout.steps_on == "device" else 0
+    if layout.steps_on != "device":
+        found["gradient"] = 0
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,7 +43,7 @@ def _states(groups: tuple[ParamGroup, ...], stage: int, shards: int, state_tenso
         return (group.shard(shards) if stage >= since else group.numel) * group.count * group.bits // 8
 
     trained = [g for g in groups if g.trainable]
-    step_counts = 4 * sum(g.count for g in trained)  # one fp32 scalar a tensor
+    step_counts = _STEP_COUNT * sum(g.count for g in trained)
     return {
         "parameter": sum(held(g, 2) for g in groups),
         "gradient": sum(held(g, 2) for g in trained),

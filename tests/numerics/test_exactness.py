@@ -181,7 +181,7 @@ def test_a_step_of_the_loop_is_adamw_on_the_exact_gradient():
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for step in range(3):
         examples = examples_of((30, 5, 60, 2), seed=step)
-        loss, norm, tokens, labelled = optimizer_step(run, batches_of(run, examples), trainable(run.model), 1e-3)
+        loss, norm, tokens, labelled = optimizer_step(run, batches_of(run, examples), 1e-3)
         expected_loss, _ = stock_loss_and_gradients(model, examples)
         expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()

@@ -9,7 +9,7 @@ import torch
 from finefit import checkpoint, loop
 from finefit.errors import Diverged
 from finefit.events import EventLog
-from finefit.run import summed_loss, trainable
+from finefit.run import summed_loss
 from finefit.techniques import Clipping, FusedLoss, FusedOps, Lora, Packing, Precision
 from tiny import examples_of, gradients, relative_error, run_of
 
@@ -98,7 +98,7 @@ def test_the_scale_is_saved_and_taken_up_again(tmp_path):
     checkpoint.save(run, 12, tmp_path / "kept", "base", 1)
     assert checkpoint.load_newest(other, tmp_path / "kept", lambda *_: None) == 12
     assert other.scaler.state_dict() == run.scaler.state_dict() != torch.amp.GradScaler("cpu").state_dict()
-    losses = [loop.optimizer_step(one, [one.collate(EXAMPLES)], trainable(one.model), 1e-3)[0] for one in (run, other)]
+    losses = [loop.optimizer_step(one, [one.collate(EXAMPLES)], 1e-3)[0] for one in (run, other)]
     assert losses[0] == losses[1]
     after = partial(zip, run.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in after())

@@ -22,6 +22,7 @@ from finefit.techniques import (
     FusedLoss,
     FusedOps,
     Lora,
+    OptimizerOffload,
     Packing,
     Precision,
     QuantizedBase,
@@ -32,7 +33,7 @@ from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, me
 KINDS = ("fp32", "bf16", "bf16_mixed", "fp16_mixed")
 ONE_OF_EACH = (
     QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32),
-    Accumulation(2, most_steps=2), Clipping(0.5),
+    Accumulation(2, most_steps=2), Clipping(0.5), OptimizerOffload("disk", "device"),
 )  # fmt: skip
 SETS = [
     (),
@@ -50,7 +51,7 @@ def names(techniques):
 
 def at_rest(run):
     """Bytes of distinct storages by component, counted on the tensors themselves."""
-    states = [t for state in run.optimizer.state.values() for t in state.values()]
+    states = [t for p in run.model.parameters() for t in run.optimizer.held(p)]
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
     owners = {"parameter": list(run.model.parameters()), "gradient": gradients, "optimizer_state": states}
     return {

@@ -66,6 +66,12 @@ def _checkpointing(value: Any) -> Any:
     return 0 if value == "none" else value
 
 
+def _place(value: Any) -> Any:
+    """As other tools call the places, and YAML's off."""
+    known = {False: "none", "off": "none", "false": "none", "cpu": "host", "ram": "host", "nvme": "disk"}
+    return known.get(value, value) if isinstance(value, str | bool) else value
+
+
 def _names(value: Any) -> Any:
     """``q_proj,v_proj`` and ``[all]`` as people also write them."""
     if isinstance(value, str) and value != "all":
@@ -82,6 +88,7 @@ def _bits(value: Any) -> Any:
     return value
 
 
+Offload = Annotated[Auto | Literal["none", "host", "disk"], BeforeValidator(_place)]
 Text = Annotated[str, AfterValidator(_text)]
 
 
@@ -180,6 +187,10 @@ class Memory(_Section):
     )
     fused_ops: Auto | bool = Field(default="auto", description="finefit's own modules that keep less for backward")
 
+    optimizer_offload: Offload = Field(
+        default="auto", description="optimizer states off the device: on the host (a GPU's), on disk, none"
+    )
+
     def pins(self) -> tuple[tuple[str, str], ...]:
         """What the user fixed, as the plan's constraints: every key but budget and precision that is not ``auto``."""
         kept = self.model_dump(exclude={"budget", "precision"})
@@ -260,6 +271,7 @@ _SPELLINGS: dict[str, str] = {
     " disable_gradient_checkpointing",
     "memory.packing": "sample_packing neat_packing padding_free",
     "memory.fused_ops": "use_liger_kernel enable_liger_kernel",
+    "memory.optimizer_offload": "offload_optimizer cpu_offload optimizer_in_cpu fsdp_offload_params",
     "memory.budget": "gpu_memory_limit max_memory",
 }  # fmt: skip
 

@@ -2,10 +2,10 @@
 
 A rule starts each parameter's states at once, so that memory is the same from the rehearsal on, and steps any set of
 parameters, so that they may be stepped together, or one by one as their gradients appear. Rules stand around others:
-one that keeps the states elsewhere steps by the rule inside it. Declines closures and parameters that come later.
+one that keeps the states elsewhere steps by the rule inside it. The *home* says where parameters are stepped. Declines closures and parameters that come later.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
+
+from .scratch import is_mapped
 
 States = dict[str, Tensor]
 
@@ -61,32 +63,85 @@ class AdamW:
               beta1=beta1, beta2=beta2, lr=at["lr"], weight_decay=at["weight_decay"], eps=at["eps"], maximize=False)  # fmt: skip
 
 
+class Home:
+    """Where parameters are stepped: here, where the model has them, each by itself."""
+
+    def of(self, parameter: Parameter) -> Parameter:
+        """What is stepped in place of a parameter of the model."""
+        return parameter
+
+    def gather(self) -> None:
+        """Wait until the gradients of all that is stepped are whole."""
+
+    def back(self, parameters: Sequence[Parameter]) -> None:
+        """Give the model what was stepped."""
+
+    def cleared(self) -> None:
+        """The gradients are used up."""
+
+
 class Optimizer(torch.optim.Optimizer):
-    """Empty until ``begin``; techniques set ``rule`` before."""
+    """Empty until ``begin``; techniques set ``rule`` and ``home`` before."""
 
     _step_supports_amp_scaling = True  # the scaler hands over found_inf instead of asking the device for it
 
     def __init__(self) -> None:
         super().__init__([{"params": []}], {})
         self.rule: Rule = AdamW()
+        self.home = Home()
+        self.at_once = 2**62  # elements stepped together
+        self.stepped: dict[Parameter, Parameter] = {}  # by the model's
 
     def begin(self, parameters: Sequence[Parameter], optimizing: Optimizing) -> None:
         """Take on ``parameters``, their states in place; no decay on norms and biases."""
         settings = {"lr": optimizing.learning_rate, "betas": optimizing.betas, "eps": optimizing.eps}
         self.param_groups.clear()
+        self.stepped = {p: self.home.of(p) for p in parameters}
         for matrices, decay in ((True, optimizing.weight_decay), (False, 0.0)):
-            if found := [p for p in parameters if (p.dim() > 1) is matrices]:
+            if found := [one for p, one in self.stepped.items() if (p.dim() > 1) is matrices]:
                 self.add_param_group({"params": found, "weight_decay": decay, **settings})
-        for p in parameters:
-            self.state[p] = self.rule.start(p)
+        for one in self.stepped.values():
+            self.state[one] = self.rule.start(one)
+
+    def states_of(self, parameter: Parameter) -> States:
+        """Of a parameter of the model; empty where it does not train."""
+        one = self.stepped.get(parameter)
+        return self.state[one] if one is not None else {}
+
+    def held(self, parameter: Parameter) -> list[Tensor]:
+        """Its states that take memory where it is: not what is mapped from a disk or lies on a host."""
+        states = self.states_of(parameter).values()
+        return [t for t in states if t.device == parameter.device and not is_mapped(t)]
+
+    def gradients(self) -> list[Parameter]:
+        """What has a gradient to clip and to step by, when backward is over."""
+        self.home.gather()
+        return [one for one in self.stepped.values() if one.grad is not None]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            self.update(group, [p for p in group["params"] if p.grad is not None])
+            for some in _batches([p for p in group["params"] if p.grad is not None], self.at_once):
+                self.update(group, some)
+                self.home.back(some)
 
     def update(self, group: Mapping[str, Any], parameters: Sequence[Parameter]) -> None:
         """One step of some parameters of a group."""
-        if parameters:
-            at = {**group, "found_inf": getattr(self, "found_inf", None)}
-            self.rule.update(parameters, [self.state[p] for p in parameters], at)
+        at = {**group, "found_inf": getattr(self, "found_inf", None)}
+        self.rule.update(parameters, [self.state[p] for p in parameters], at)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.home.cleared()
+
+
+def _batches(parameters: Sequence[Parameter], most: int) -> Iterator[list[Parameter]]:
+    """In order, as many together as have that many elements; a larger one is alone."""
+    some: list[Parameter] = []
+    for p in parameters:
+        if some and sum(q.numel() for q in some) + p.numel() > most:
+            yield some
+            some = []
+        some.append(p)
+    if some:
+        yield some

@@ -2,11 +2,14 @@
 
 One nameless file in the user's cache (never /tmp, which may itself be memory), so nothing is left behind however the
 process ends; places in it are used again. Tensors are written and read whole, through the system's page cache, which
-gives way when memory is short. Tensors without values (a fake step) take a place and no bytes. Declines to hold anything
+gives way when memory is short; or they are mapped, so that they are tensors as others, whose pages the system takes back.
+Tensors without values (a fake step) take a place and no bytes. Declines to hold anything
 between processes.
 """
 
+import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections import defaultdict
@@ -16,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import EngineError
 from ..files import writable_cache
 
 _PART = "scratch"
-_ALIGNED = 4096  # bytes: whole pages, so that no place shares one with another
+_PAGES: dict[int, mmap.mmap] = {}  # of mapped tensors, by the address of their first element
+_ALIGNED = mmap.ALLOCATIONGRANULARITY  #  # bytes: whole pages, so that no place shares one with another
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,25 @@ class Scratch:
     def release(self, place: Place) -> None:
         self._free[place.n_bytes].append(place)
 
+    def mapped(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host as that one, its values too, whose bytes are pages of the file."""
+        if is_fake(tensor) or not tensor.numel():
+            return tensor
+        place = self.reserve(tensor.nbytes)
+        try:  # or a full disk would end the process when a page is first written
+            os.posix_fallocate(self._file, place.offset, place.n_bytes)
+        except OSError as error:
+            raise self._failed(error) from error
+        pages = mmap.mmap(self._file, place.n_bytes, offset=place.offset)
+        made = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        _PAGES[made.data_ptr()] = pages
+        made.copy_(tensor.detach())
+        let_go(made)
+        return made
+
     def put(self, tensor: Tensor, place: Place) -> None:
         """Write a contiguous tensor of the host; EngineError where the disk is full or fails."""
-        if isinstance(tensor, FakeTensor):
+        if is_fake(tensor):
             return
         left, offset = _bytes_of(tensor), place.offset
         try:
@@ -65,14 +84,11 @@ class Scratch:
                 written = os.pwrite(self._file, left, offset)
                 left, offset = left[written:], offset + written
         except OSError as error:
-            raise EngineError(
-                f"could not write to the disk: {error.strerror}", where=str(self.folder),
-                hint="free some space there, or say none for what is offloaded to disk",
-            ) from error  # fmt: skip
+            raise self._failed(error) from error
 
     def get(self, tensor: Tensor, place: Place) -> None:
         """Fill a contiguous tensor of the host with what was put there."""
-        if isinstance(tensor, FakeTensor):
+        if is_fake(tensor):
             return
         left, offset = _bytes_of(tensor), place.offset
         while left:
@@ -80,6 +96,38 @@ class Scratch:
             if not read:
                 raise EngineError("what was written to the disk is not there any more", where=str(self.folder))
             left, offset = left[read:], offset + read
+
+    def _failed(self, error: OSError) -> EngineError:
+        return EngineError(
+            f"could not write to the disk: {error.strerror}", where=str(self.folder),
+            hint="free some space there, or say none for what is offloaded to disk",
+        )  # fmt: skip
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether it has no values. Their module is 70 MB of imports, and is there where there are any."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether it was made by ``Scratch.mapped``."""
+    return not is_fake(tensor) and tensor.device.type == "cpu" and tensor.data_ptr() in _PAGES
+
+
+def let_go(tensor: Tensor) -> None:
+    """Its pages need not be in memory until they are touched again; what is in them is the system's to write."""
+    _advise(tensor, "MADV_DONTNEED")
+
+
+def call_for(tensor: Tensor) -> None:
+    """Its pages will be touched soon."""
+    _advise(tensor, "MADV_WILLNEED")
+
+
+def _advise(tensor: Tensor, word: str) -> None:
+    if is_mapped(tensor) and hasattr(mmap, word):
+        _PAGES[tensor.data_ptr()].madvise(getattr(mmap, word))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

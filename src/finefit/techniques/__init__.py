@@ -15,6 +15,7 @@ from .data_parallel import DataParallel
 from .fused_loss import FusedLoss
 from .fused_ops import FusedOps
 from .lora import Lora
+from .optimizer_offload import OptimizerOffload
 from .packing import Packing
 from .pipeline_parallel import PipelineParallel
 from .precision import Precision
@@ -36,13 +37,14 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     FusedLoss,
     Accumulation,
     Clipping,
+    OptimizerOffload,
 )
 
 DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
     "DIVIDING", "TECHNIQUES", "Accumulation", "Checkpointing", "Clipping", "DataParallel", "FusedLoss", "FusedOps", "Lora",
-    "NotAsPlanned", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
+    "NotAsPlanned", "OptimizerOffload", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip
 

@@ -1,0 +1,159 @@
+"""Parameters stepped on the host (ZeRO-Offload on one device, arXiv:2101.06840, section 4): their gradients go there.
+
+Each has a twin in pinned memory. A gradient is copied to its twin's, or added to it, as soon as backward has made it, and
+is gone from the device; when backward is over the twins are clipped and stepped by the processor, and the weights go
+back, a batch of them while the next is stepped. Copies are on a stream of their own; sums of later micro-batches are
+made by a thread. Between steps the model's weight is the one that counts: a twin is brought up to date before its step
+where anything else has written to it (a checkpoint). Declines one-step-delayed updates, which are not exact.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .optimizers import Home
+from .scratch import is_fake
+
+MOST_ON_THE_WAY = 2  # gradients in buffers beside the sums they are for
+
+
+class OnHost(Home):
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._copies = device, _copies(device)
+        self.twins: dict[Parameter, Parameter] = {}
+        self._origin: dict[Parameter, Parameter] = {}
+        self._sums: dict[Parameter, Tensor] = {}  # by twin; its gradient once one has come
+        self._versions: dict[Parameter, int] = {}
+
+    def of(self, parameter: Parameter) -> Parameter:
+        if is_fake(parameter):  # nothing of a host is counted, and there is nothing to step
+            parameter.register_post_accumulate_grad_hook(_forgotten)
+            return parameter
+        twin = Parameter(_pinned(parameter, self._device), requires_grad=False)
+        twin.data.copy_(parameter)
+        self.twins[parameter], self._origin[twin] = twin, parameter
+        self._sums[twin], self._versions[twin] = _pinned(parameter, self._device), parameter._version
+        parameter.register_post_accumulate_grad_hook(self._arrived)
+        return twin
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Take the gradient that backward has just made."""
+        twin, gradient = self.twins[parameter], parameter.grad  # type: ignore[index]
+        assert gradient is not None
+        parameter.grad = None
+        sums = self._sums[twin]
+        if twin.grad is None:
+            self._copies.copy(gradient, sums)
+            twin.grad = sums
+        else:
+            self._copies.add(gradient, sums)
+
+    def gather(self) -> None:
+        self._copies.finished()
+        for twin, origin in self._origin.items():
+            if origin._version != self._versions[twin]:
+                twin.data.copy_(origin)
+
+    def back(self, parameters: Sequence[Parameter]) -> None:
+        for twin in parameters:
+            origin = self._origin.get(twin)
+            if origin is None:  # a fake one
+                continue
+            self._copies.copy(twin.detach(), origin.detach())
+            self._versions[twin] = origin._version
+
+    def cleared(self) -> None:
+        self._copies.before_device()
+
+
+def _forgotten(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class Copies(Protocol):
+    """Copies between a device and its host."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """The caller may let go of ``source`` at once; on the host it must stay as it is until all is ``finished``."""
+        ...
+
+    def add(self, gradient: Tensor, sums: Tensor) -> None:
+        """``sums += gradient`` on the host, after the copies that were asked for before."""
+        ...
+
+    def finished(self) -> None:
+        """Wait until all that was asked for is where it should be."""
+        ...
+
+    def before_device(self) -> None:
+        """What the device does from now on comes after all copies that were asked for."""
+        ...
+
+
+class Direct:
+    """Where the device is the host."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def add(self, gradient: Tensor, sums: Tensor) -> None:
+        sums.add_(gradient)
+
+    def finished(self) -> None:
+        return None
+
+    def before_device(self) -> None:
+        return None
+
+
+class Beside:
+    """On a CUDA stream beside the one that computes; sums are made by a thread, from pinned buffers used in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="finefit-gradients")
+        self._adding: list[Future[None]] = []
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        if source.is_cuda:
+            source.record_stream(self.stream)  # or its memory would be given to another tensor too soon
+
+    def add(self, gradient: Tensor, sums: Tensor) -> None:
+        while len(self._adding) >= MOST_ON_THE_WAY:
+            self._adding.pop(0).result()
+        free = self._free.setdefault((sums.shape, sums.dtype), [])
+        buffer = free.pop() if free else _pinned(sums, self.device)
+        self.copy(gradient, buffer)
+        arrived = self.stream.record_event()
+
+        def sum_up() -> None:
+            arrived.synchronize()
+            sums.add_(buffer)
+            free.append(buffer)
+
+        self._adding.append(self._thread.submit(sum_up))
+
+    def finished(self) -> None:
+        for adding in self._adding:
+            adding.result()
+        self._adding.clear()
+        self.stream.synchronize()
+
+    def before_device(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+def _copies(device: torch.device) -> Copies:
+    return Beside(device) if device.type == "cuda" else Direct()
+
+
+def _pinned(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=device.type == "cuda")
