@@ -264,7 +264,7 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
     chosen.append(Accumulation(size, tokens, work.most_steps))
     chosen.append(Clipping(float(job.pin("max_grad_norm") or 1.0)))
     if place := offload_of(question, "optimizer_offload"):
-        chosen.append(OptimizerOffload(place, "host" if kind == "cuda" else "device"))
+        chosen.append(OptimizerOffload(place, "host" if kind == "cuda" else "disk"))
     return in_order(chosen)
 
 

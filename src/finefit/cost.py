@@ -67,8 +67,8 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     busy = _blocks_s(layout, work, hardware) / (mesh.tensor * mesh.stages)
     shards = mesh.shards if mesh.stage else 1
     trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / (shards * mesh.stages)
-    if layout.steps_on == "host":
-        busy = max(busy, work.mean_steps * trained / hardware.offload_bytes_per_s("host"))  # gradients go as they come
+    if layout.gradients_on != "device":  # they go as they come
+        busy = max(busy, work.mean_steps * trained / hardware.offload_bytes_per_s(layout.gradients_on))
     if mesh.devices > 1:
         busy = with_traffic(busy, layout, work, hardware)
     return busy + _update_s(layout, trained, hardware)
@@ -76,7 +76,7 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
 
 def _update_s(layout: Layout, trained: float, hardware: HardwareSpec) -> float:
     """Seconds of the update of ``trained`` bytes of weights: weight, gradient and states read and written."""
-    if layout.steps_on == "device":
+    if layout.gradients_on == "device" or hardware.kind == "cpu":
         seconds = _UPDATED * trained / hardware.bandwidth_bytes_per_s
     else:  # the weights go back while the next are stepped
         seconds = max(_UPDATED * trained / _HOST_BYTES_PER_S, trained / hardware.offload_bytes_per_s("host"))

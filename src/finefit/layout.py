@@ -65,8 +65,8 @@ class Layout:
     """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
     states_on: Literal["device", "host", "disk"] = "device"
     """Where the optimizer's states are, but for step counts where it is the device that steps."""
-    steps_on: Literal["device", "host"] = "device"
-    """Where parameters are stepped; gradients go there as they appear."""
+    gradients_on: Literal["device", "host", "disk"] = "device"
+    """Where gradients are summed: what is not the device's goes there as it appears."""
     mesh: Mesh = field(default_factory=Mesh)
     """How it is divided over devices; bytes are of one of them."""
 

@@ -30,9 +30,8 @@ def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
     found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.state_tensors))
     if layout.states_on != "device":
-        trained = sum(g.count for g in layout.groups if g.trainable)
-        found["optimizer_state"] = _STEP_COUNT * trained if layout.steps_on == "device" else 0
-    if layout.steps_on != "device":
+        found["optimizer_state"] = 0
+    if layout.gradients_on != "device":
         found["gradient"] = 0
     return found
 

@@ -18,6 +18,7 @@ from .data.micro import width
 from .ledger import Ledger, NoLedger
 from .nn.attend import ATTENTION
 from .nn.chunked_loss import Logits
+from .nn.gradients import global_norm
 from .nn.optimizers import Optimizer
 
 
@@ -73,11 +74,6 @@ def padded(examples: Sequence[Example]) -> MicroBatch:
 def one_by_one(lengths: Sequence[int]) -> list[list[int]]:
     """Each example is a micro-batch of its own."""
     return [[i] for i in range(len(lengths))]
-
-
-def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """2-norm of all gradients together; clips nothing."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
 
 
 @dataclass(slots=True)

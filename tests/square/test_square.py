@@ -33,7 +33,7 @@ from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, me
 KINDS = ("fp32", "bf16", "bf16_mixed", "fp16_mixed")
 ONE_OF_EACH = (
     QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32),
-    Accumulation(2, most_steps=2), Clipping(0.5), OptimizerOffload("disk", "device"),
+    Accumulation(2, most_steps=2), Clipping(0.5), OptimizerOffload("disk", "disk"),
 )  # fmt: skip
 SETS = [
     (),

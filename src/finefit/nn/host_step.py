@@ -1,13 +1,14 @@
-"""Parameters stepped on the host (ZeRO-Offload on one device, arXiv:2101.06840, section 4): their gradients go there.
+"""Gradients summed elsewhere, and parameters stepped there (ZeRO-Offload on one device, arXiv:2101.06840, section 4).
 
-Each has a twin in pinned memory. A gradient is copied to its twin's, or added to it, as soon as backward has made it, and
-is gone from the device; when backward is over the twins are clipped and stepped by the processor, and the weights go
+Each parameter has a twin on the host. A gradient is copied to its twin's, or added to it, as soon as backward has made it,
+and is gone from the device; when backward is over the twins are clipped and stepped by the processor, and the weights go
 back, a batch of them while the next is stepped. Copies are on a stream of their own; sums of later micro-batches are
-made by a thread. Between steps the model's weight is the one that counts: a twin is brought up to date before its step
+made by a thread. The sums are pinned memory, or pages of a file; where the device is the host a twin is the same weight.
+Between steps the model's weight is the one that counts: a twin is brought up to date before its step
 where anything else has written to it (a checkpoint). Declines one-step-delayed updates, which are not exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -16,27 +17,33 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .optimizers import Home
-from .scratch import is_fake
+from .scratch import is_fake, let_go
 
 MOST_ON_THE_WAY = 2  # gradients in buffers beside the sums they are for
 
 
-class OnHost(Home):
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._copies = device, _copies(device)
+class Elsewhere(Home):
+    """``sums`` makes the storage of a gradient's sum."""
+
+    def __init__(self, device: torch.device, sums: Callable[[Tensor], Tensor]) -> None:
+        self._device, self._copies, self._made = device, _copies(device), sums
         self.twins: dict[Parameter, Parameter] = {}
         self._origin: dict[Parameter, Parameter] = {}
-        self._sums: dict[Parameter, Tensor] = {}  # by twin; its gradient once one has come
+        self.sums: dict[Parameter, Tensor] = {}  # by twin; its gradient once one has come
         self._versions: dict[Parameter, int] = {}
 
     def of(self, parameter: Parameter) -> Parameter:
         if is_fake(parameter):  # nothing of a host is counted, and there is nothing to step
             parameter.register_post_accumulate_grad_hook(_forgotten)
-            return parameter
-        twin = Parameter(_pinned(parameter, self._device), requires_grad=False)
-        twin.data.copy_(parameter)
+            return Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        if self._device.type == "cpu":
+            twin = Parameter(parameter.detach(), requires_grad=False)
+        else:
+            twin = Parameter(pinned(parameter), requires_grad=False)
+            twin.data.copy_(parameter)
+            self._versions[twin] = parameter._version
         self.twins[parameter], self._origin[twin] = twin, parameter
-        self._sums[twin], self._versions[twin] = _pinned(parameter, self._device), parameter._version
+        self.sums[twin] = self._made(parameter)
         parameter.register_post_accumulate_grad_hook(self._arrived)
         return twin
 
@@ -45,26 +52,26 @@ class OnHost(Home):
         twin, gradient = self.twins[parameter], parameter.grad  # type: ignore[index]
         assert gradient is not None
         parameter.grad = None
-        sums = self._sums[twin]
+        sums = self.sums[twin]
         if twin.grad is None:
             self._copies.copy(gradient, sums)
             twin.grad = sums
         else:
             self._copies.add(gradient, sums)
+        let_go(sums)
 
     def gather(self) -> None:
         self._copies.finished()
-        for twin, origin in self._origin.items():
-            if origin._version != self._versions[twin]:
-                twin.data.copy_(origin)
+        for twin, version in self._versions.items():
+            if self._origin[twin]._version != version:
+                twin.data.copy_(self._origin[twin])
 
     def back(self, parameters: Sequence[Parameter]) -> None:
         for twin in parameters:
-            origin = self._origin.get(twin)
-            if origin is None:  # a fake one
-                continue
-            self._copies.copy(twin.detach(), origin.detach())
-            self._versions[twin] = origin._version
+            if twin in self._versions:  # neither a fake one nor the model's own
+                origin = self._origin[twin].detach()
+                self._copies.copy(twin.detach(), origin)
+                self._versions[twin] = origin._version
 
     def cleared(self) -> None:
         self._copies.before_device()
@@ -130,7 +137,7 @@ class Beside:
         while len(self._adding) >= MOST_ON_THE_WAY:
             self._adding.pop(0).result()
         free = self._free.setdefault((sums.shape, sums.dtype), [])
-        buffer = free.pop() if free else _pinned(sums, self.device)
+        buffer = free.pop() if free else pinned(sums)
         self.copy(gradient, buffer)
         arrived = self.stream.record_event()
 
@@ -155,5 +162,6 @@ def _copies(device: torch.device) -> Copies:
     return Beside(device) if device.type == "cuda" else Direct()
 
 
-def _pinned(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=device.type == "cuda")
+def pinned(like: Tensor) -> Tensor:
+    """Memory of the host that a device copies from and to while it does other things; plain where there is no device."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda or torch.cuda.is_available())

@@ -1,7 +1,7 @@
 """Optimizer states on a disk: pages of a file, mapped, so that they are tensors as others and their memory the system's.
 
 A rule stands inside and makes the steps, one parameter at a time: its pages are called for while the one before it is
-stepped, and let go after. Scalars stay where they are. Exact: the same kernels on the same numbers.
+stepped, and let go after, with its gradient's where that is mapped too. Scalars stay where they are. Exact: the same kernels on the same numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class Mapped:
             for tensor in _tensors(states[i + 1 : i + 2]):
                 call_for(tensor)
             self.rule.update([parameter], [state], at)
-            for tensor in _tensors([state]):
+            for tensor in (*_tensors([state]), *([] if parameter.grad is None else [parameter.grad])):
                 let_go(tensor)
 
 

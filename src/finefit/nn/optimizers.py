@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
-from .scratch import is_mapped
-
 States = dict[str, Tensor]
 
 
@@ -109,9 +107,8 @@ class Optimizer(torch.optim.Optimizer):
         return self.state[one] if one is not None else {}
 
     def held(self, parameter: Parameter) -> list[Tensor]:
-        """Its states that take memory where it is: not what is mapped from a disk or lies on a host."""
-        states = self.states_of(parameter).values()
-        return [t for t in states if t.device == parameter.device and not is_mapped(t)]
+        """Its states that are the device's: none where it is stepped elsewhere."""
+        return list(self.states_of(parameter).values()) if self.stepped.get(parameter) is parameter else []
 
     def gradients(self) -> list[Parameter]:
         """What has a gradient to clip and to step by, when backward is over."""

@@ -1,21 +1,22 @@
 """Optimizer states off the device (ZeRO-Offload and ZeRO-Infinity on one device: arXiv:2101.06840, 2104.07857).
 
-``host``: gradients go to the host as they appear, are summed, clipped and stepped there by the processor, and the weights
-come back: the device holds neither gradients nor states. ``disk``: states are pages of a file that are in the host's memory
-only while their parameter is stepped; with a GPU gradients go to the host as well. Both are exact: the same update of the
-same sum. Declines to step while the next forward runs, which is not.
+Gradients go to the host as they appear, are summed, clipped and stepped there by the processor, and the weights come
+back: the device holds neither gradients nor states. On ``disk`` states, or sums, are pages of a file that are in the host's
+memory only while they are used. Exact: the same update of the same sum. Declines to step while the next forward runs,
+which is not.
 """
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..layout import Layout
-from .base import NotAsPlanned, Technique, Unsuitable
+from .base import NotAsPlanned, Technique
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
     from ..run import Run
 
+Where = Literal["host", "disk"]
 AT_ONCE = 2**25  # elements whose weights go back while the next are stepped: 64 to 128 MiB, some milliseconds of a link
 
 
@@ -24,35 +25,34 @@ class OptimizerOffload(Technique):
     name = "optimizer_offload"
     exact = True
 
-    place: Literal["host", "disk"] = "host"
+    place: Where = "host"
     """Where the states are."""
-    steps: Literal["device", "host"] = "host"
-    """Where the update is made; on a CPU the two are one."""
+    gradients: Where = "host"
+    """Where gradients are summed, which are stepped by on the host."""
 
     def rewrite(self, layout: Layout) -> Layout:
-        if self.place == "host" and self.steps == "device":
-            raise Unsuitable("states on the host are stepped there")
-        return replace(layout, states_on=self.place, steps_on=self.steps)
+        return replace(layout, states_on=self.place, gradients_on=self.gradients)
 
     def apply(self, run: "Run") -> None:
-        from ..nn.host_step import OnHost
+        from ..nn.host_step import Elsewhere, pinned
         from ..nn.mapped_states import Mapped
         from ..nn.scratch import Scratch
 
-        if self.steps == "host":
-            run.optimizer.home, run.optimizer.at_once = OnHost(run.device), AT_ONCE
-        if self.place == "disk":
-            run.optimizer.rule = Mapped(run.optimizer.rule, Scratch())
+        scratch = Scratch() if "disk" in (self.place, self.gradients) else None
+        sums = scratch.mapped if scratch and self.gradients == "disk" else pinned
+        run.optimizer.home, run.optimizer.at_once = Elsewhere(run.device, sums), AT_ONCE
+        if scratch and self.place == "disk":
+            run.optimizer.rule = Mapped(run.optimizer.rule, scratch)
 
     def setting(self) -> str:
         return self.place
 
     def describe(self) -> str:
-        where = "the host" if self.place == "host" else "disk"
-        stepped = ", gradients go to the host as they appear and the update is made there" * (self.steps == "host")
-        return f"optimizer states are on {where}{stepped}"
+        states, sums = ("the host" if place == "host" else "disk" for place in (self.place, self.gradients))
+        both = f"on {states}, gradients summed there" if states == sums else f"on {states}, gradients summed on {sums}"
+        return f"optimizer states are {both} as they appear"
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
-        held = sum(t.nbytes for p in run.model.parameters() for t in run.optimizer.held(p) if t.dim())
+        held = sum(t.nbytes for p in run.model.parameters() for t in run.optimizer.held(p))
         if held:
             raise NotAsPlanned(f"optimizer_offload: {held} bytes of states are on the device")
