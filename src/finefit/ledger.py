@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .footprint import COMPONENTS
+from .scratch import is_mapped
 from .stream import Entry, Stream, block_of
 
 Workspace = Callable[[Sequence[Any], Any], int]
@@ -35,13 +36,13 @@ class Ledger(Stream, TorchDispatchMode):
     """Use as a context; ``mark(name)`` opens the next section. ``entries`` is in order of birth.
 
     ``workspaces`` says, by operator, how many bytes its kernel takes while it runs: for fake tensors that stand for
-    those of another device.
+    those of another device. Of a GPU's step what lies on the host takes nothing; nor do, anywhere, pages of a file.
     """
 
-    def __init__(self, workspaces: Mapping[Any, Workspace] | None = None) -> None:
+    def __init__(self, workspaces: Mapping[Any, Workspace] | None = None, device: str = "cpu") -> None:
         Stream.__init__(self)
         TorchDispatchMode.__init__(self)
-        self.workspaces = workspaces or {}
+        self.workspaces, self.device = workspaces or {}, device
         self._live: dict[int, int] = {}  # storage key → entry
         self._coming = ""
 
@@ -105,7 +106,8 @@ class Ledger(Stream, TorchDispatchMode):
             return self._live[key]
         if self._coming:
             self.mark(self._coming)
-        index = self.born(Entry(storage.nbytes(), 0, 0, tuple(tensor.shape), tensor.element_size()))
+        n_bytes = storage.nbytes() if tensor.device.type == self.device and not is_mapped(tensor) else 0
+        index = self.born(Entry(n_bytes, 0, 0, tuple(tensor.shape), tensor.element_size()))
         self._live[key] = index
         weakref.finalize(storage, self._gone, key, index)
         return index

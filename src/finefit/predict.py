@@ -30,7 +30,8 @@ def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
     found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.state_tensors))
     if layout.states_on != "device":
-        found["optimizer_state"] = 0
+        counts = _STEP_COUNT * sum(g.count for g in layout.groups if g.trainable)
+        found["optimizer_state"] = counts if layout.gradients_on == "device" else 0
     if layout.gradients_on != "device":
         found["gradient"] = 0
     return found
@@ -143,6 +144,8 @@ class _Walk:
         self.part, self.layout, self.fixed, self.sizes = part, layout, fixed, sizes
         self.divided = Divided(part, fixed) if layout.mesh.devices > 1 else None
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
+        # Gradients that leave as they appear are what they are from a second micro-batch on: there for a moment each.
+        self.again |= layout.gradients_on != "device"
         tokens, labelled = layout.micro.tokens, layout.micro.labelled
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}
         if layout.micro_steps == 1:

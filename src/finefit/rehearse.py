@@ -31,7 +31,7 @@ def rehearse(
     run.evidence.update(padding_tokens=padding, micro_steps=micro_steps, block_forwards=0)
     for group in run.optimizer.param_groups:
         group["lr"], group["kept_decay"], group["weight_decay"] = 0.0, group["weight_decay"], 0.0
-    ledger, scale = Ledger(), run.scaler.get_scale()
+    ledger, scale = Ledger(device=run.device.type), run.scaler.get_scale()
     run_step(run, batch, ledger, micro_steps)
     for technique in techniques:
         technique.verify(run, ledger)

@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
+from finefit import scratch as scratch_module
 from finefit.errors import EngineError
-from finefit.nn.scratch import Scratch
+from finefit.scratch import Scratch, is_mapped, let_go
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool], ids=str)
@@ -60,3 +61,14 @@ def test_writes_and_reads_in_parts_are_whole(tmp_path, monkeypatch):
     back = torch.empty_like(drawn)
     scratch.get(back, place)
     assert torch.equal(back, drawn)
+
+
+def test_a_view_of_a_mapped_tensor_is_mapped_and_an_old_address_is_not(tmp_path):
+    scratch = Scratch(tmp_path)
+    mapped = scratch.mapped(torch.arange(3000.0))
+    address = mapped.data_ptr()
+    assert is_mapped(mapped) and is_mapped(mapped[1000:]) and not is_mapped(mapped.clone())
+    let_go(mapped[1000:])
+    assert torch.equal(mapped, torch.arange(3000.0))
+    del mapped
+    assert address not in scratch_module._PAGES

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .scratch import is_mapped, let_go
+from ..scratch import is_mapped, let_go
 
 
 def global_norm(parameters: Sequence[Parameter]) -> Tensor:

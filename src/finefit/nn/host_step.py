@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..scratch import is_fake, let_go
 from .optimizers import Home
-from .scratch import is_fake, let_go
 
 MOST_ON_THE_WAY = 2  # gradients in buffers beside the sums they are for
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..scratch import Scratch, call_for, let_go
 from .optimizers import Rule, States
-from .scratch import Scratch, call_for, let_go
 
 
 class Mapped:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
+from ..scratch import is_mapped
+
 States = dict[str, Tensor]
 
 
@@ -107,8 +109,10 @@ class Optimizer(torch.optim.Optimizer):
         return self.state[one] if one is not None else {}
 
     def held(self, parameter: Parameter) -> list[Tensor]:
-        """Its states that are the device's: none where it is stepped elsewhere."""
-        return list(self.states_of(parameter).values()) if self.stepped.get(parameter) is parameter else []
+        """Its states that are the device's: none where it is stepped elsewhere, nor what is mapped from a disk."""
+        if self.stepped.get(parameter) is not parameter:
+            return []
+        return [t for t in self.states_of(parameter).values() if not is_mapped(t)]
 
     def gradients(self) -> list[Parameter]:
         """What has a gradient to clip and to step by, when backward is over."""

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..layout import Layout
-from .base import NotAsPlanned, Technique
+from .base import NotAsPlanned, Technique, Unsuitable
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
     from ..run import Run
 
-Where = Literal["host", "disk"]
 AT_ONCE = 2**25  # elements whose weights go back while the next are stepped: 64 to 128 MiB, some milliseconds of a link
 
 
@@ -25,22 +24,25 @@ class OptimizerOffload(Technique):
     name = "optimizer_offload"
     exact = True
 
-    place: Where = "host"
+    place: Literal["host", "disk"] = "host"
     """Where the states are."""
-    gradients: Where = "host"
-    """Where gradients are summed, which are stepped by on the host."""
+    gradients: Literal["device", "host", "disk"] = "host"
+    """Where gradients are summed: elsewhere than on the device they are clipped and stepped by on the host."""
 
     def rewrite(self, layout: Layout) -> Layout:
+        if self.place == "host" and self.gradients == "device":
+            raise Unsuitable("states on the host are stepped there, with gradients that are there")
         return replace(layout, states_on=self.place, gradients_on=self.gradients)
 
     def apply(self, run: "Run") -> None:
         from ..nn.host_step import Elsewhere, pinned
         from ..nn.mapped_states import Mapped
-        from ..nn.scratch import Scratch
+        from ..scratch import Scratch
 
         scratch = Scratch() if "disk" in (self.place, self.gradients) else None
-        sums = scratch.mapped if scratch and self.gradients == "disk" else pinned
-        run.optimizer.home, run.optimizer.at_once = Elsewhere(run.device, sums), AT_ONCE
+        if self.gradients != "device":
+            sums = scratch.mapped if scratch and self.gradients == "disk" else pinned
+            run.optimizer.home, run.optimizer.at_once = Elsewhere(run.device, sums), AT_ONCE
         if scratch and self.place == "disk":
             run.optimizer.rule = Mapped(run.optimizer.rule, scratch)
 
@@ -48,11 +50,14 @@ class OptimizerOffload(Technique):
         return self.place
 
     def describe(self) -> str:
-        states, sums = ("the host" if place == "host" else "disk" for place in (self.place, self.gradients))
-        both = f"on {states}, gradients summed there" if states == sums else f"on {states}, gradients summed on {sums}"
-        return f"optimizer states are {both} as they appear"
+        said = {"host": "the host", "disk": "disk", "device": ""}
+        sums = said[self.gradients] and f", gradients are summed on {said[self.gradients]} as they appear"
+        return f"optimizer states are on {said[self.place]}{sums}"
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
-        held = sum(t.nbytes for p in run.model.parameters() for t in run.optimizer.held(p))
-        if held:
-            raise NotAsPlanned(f"optimizer_offload: {held} bytes of states are on the device")
+        held = sum(t.nbytes for p in run.model.parameters() for t in run.optimizer.held(p) if t.dim())
+        kept = [name for name, p in run.model.named_parameters() if p.grad is not None and self.gradients != "device"]
+        if held or kept:
+            raise NotAsPlanned(
+                f"optimizer_offload: {held} bytes of states are on the device, gradients too: {kept[:3]}"
+            )

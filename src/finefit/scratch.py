@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import EngineError
-from ..files import writable_cache
+from .errors import EngineError
+from .files import writable_cache
 
 _PART = "scratch"
-_PAGES: dict[int, mmap.mmap] = {}  # of mapped tensors, by the address of their first element
+# Of mapped tensors, by the address of their storage, for as long as that lives.
+_PAGES: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 _ALIGNED = mmap.ALLOCATIONGRANULARITY  #  # bytes: whole pages, so that no place shares one with another
 
 
@@ -112,7 +113,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def is_mapped(tensor: Tensor) -> bool:
     """Whether it was made by ``Scratch.mapped``."""
-    return not is_fake(tensor) and tensor.device.type == "cpu" and tensor.data_ptr() in _PAGES
+    return tensor.device.type == "cpu" and not is_fake(tensor) and tensor.untyped_storage().data_ptr() in _PAGES
 
 
 def let_go(tensor: Tensor) -> None:
@@ -127,7 +128,7 @@ def call_for(tensor: Tensor) -> None:
 
 def _advise(tensor: Tensor, word: str) -> None:
     if is_mapped(tensor) and hasattr(mmap, word):
-        _PAGES[tensor.data_ptr()].madvise(getattr(mmap, word))
+        _PAGES[tensor.untyped_storage().data_ptr()].madvise(getattr(mmap, word))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
