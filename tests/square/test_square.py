@@ -11,8 +11,13 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finefit import models, predict
+from finefit import models, predict, trace
+from finefit.fakes import without_values
+from finefit.ledger import Ledger
+from finefit.nn.optimizers import Optimizing
+from finefit.run import trainable
 from finefit.techniques import (
     DIVIDING,
     TECHNIQUES,
@@ -245,6 +250,26 @@ def test_prediction_is_never_low_where_a_last_block_of_queries_is_not_full(lengt
     rest = micro_of(batch).longest % 128
     a_block = 4 * run.model.config.num_attention_heads * 128 * (128 + rest)
     assert all(0 <= n_bytes <= 4 * a_block for n_bytes in off.values())
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("others", [(), (Lora(4), Checkpointing(2))], ids=names)
+@pytest.mark.parametrize("where", [("host", "host"), ("disk", "host")], ids=" ".join)
+def test_square_of_a_step_on_the_host(where, others, micro_steps):
+    """Without values, where what a host would hold has no storage at all."""
+    techniques = (Precision("bf16_mixed"), FusedOps(), Packing(), FusedLoss(32), Clipping(), *others,
+                  OptimizerOffload(*where))  # fmt: skip
+    run, ledger = trace.rewritten(config_of(), techniques, torch.device("cpu")), Ledger()
+    batch = run.collate(examples_of((128, 128)))
+    with FakeTensorMode(allow_non_fake_inputs=True), without_values():
+        models.fill_empty(run.model, run.device)
+        run.optimizer.begin(trainable(run.model), Optimizing())
+        trace.run_step(run, trace.batch_of(micro_of(batch)), ledger, micro_steps)
+    off = differences(ledger, predicted(config_of(), techniques, batch, micro_steps))
+    del off["optimizer_step"]  # nothing is left to do on the device
+    assert off == {"forward_end": 0, "loss": 0, "backward_peak": 0}
+    held = predicted(config_of(), techniques, batch, micro_steps).moments["optimizer_step"]
+    assert "gradient" not in held and "optimizer_state" not in held
 
 
 def test_a_technique_that_lies_on_paper_is_caught():
