@@ -15,7 +15,7 @@ from .loading import arrivals, loaded
 from .rank_streams import plan_streams, rank_stream
 from .simulate import STEADY
 from .stream import Stream
-from .techniques import from_json
+from .techniques import Allocator, from_json
 
 
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     live = max(sum(parts.values()) for parts in moments.values())
     readings = {"allocated_bytes": live, "reserved_bytes": live, "capacity_bytes": live}
     if question["kind"] == "cuda":
-        readings = readings_of(stream, question["workspace_bytes"])
+        grows = any(isinstance(t, Allocator) and t.kind == "expandable" for t in techniques)
+        readings = readings_of(stream, question["workspace_bytes"], "expandable" if grows else "classic")
     return {"moments": moments, "live_bytes": live, **readings, "seconds": time.perf_counter() - start}
 
 

@@ -21,6 +21,7 @@ from .predict import footprint
 from .spec import HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
     Accumulation,
+    Allocator,
     Checkpointing,
     Clipping,
     FusedLoss,
@@ -263,9 +264,22 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
         chosen.append(FusedLoss(chunk))
     chosen.append(Accumulation(size, tokens, work.most_steps))
     chosen.append(Clipping(float(job.pin("max_grad_norm") or 1.0)))
+    if wanted := allocator_of(question):
+        chosen.append(Allocator(wanted))
     if place := offload_of(question, "optimizer_offload"):
         chosen.append(OptimizerOffload(place, "host" if kind == "cuda" else "disk"))
     return in_order(chosen)
+
+
+def allocator_of(question: Question) -> Literal["expandable", "trimmed"] | None:
+    """A GPU's segments grow, unless the user says otherwise; a CPU's heap is as it is until there is little room."""
+    kind, wanted = question.hardware.kind, question.setting("allocator")
+    if wanted == "default":
+        return None
+    suits: dict[str, Literal["expandable", "trimmed"]] = {"cuda": "expandable", "cpu": "trimmed"}
+    if wanted not in (None, suits[kind]):
+        raise Unsuitable(f"memory.allocator={wanted} is for another kind of device; here it may be {suits[kind]}")
+    return suits[kind] if kind == "cuda" or wanted else None
 
 
 def offload_of(question: Question, key: str) -> Literal["host", "disk"] | None:

@@ -31,6 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "build": ("seconds", "parameters", "trainable", "techniques"),
     # step: from 1 | steps: count | loss per labelled token | learning_rate | grad_norm before clipping
     # tokens: real, unpadded | labelled_tokens | seconds | tokens_per_s | rss_bytes of the process
+    # optional, of a GPU since the last such event: allocated_bytes, reserved_bytes at their highest
     "step": (
         "step", "steps", "loss", "learning_rate", "grad_norm", "tokens", "labelled_tokens", "seconds", "tokens_per_s",
         "rss_bytes",
@@ -57,7 +58,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 #: Fields that are figures wherever they stand, so that a reader may reckon with them; null where nothing is known.
 _FIGURES = frozenset({
     "step", "steps", "seconds", "parameters", "trainable", "loss", "learning_rate", "grad_norm", "tokens",
-    "labelled_tokens", "tokens_per_s", "rss_bytes", "bytes", "loss_before", "loss_after", "host_bytes", "scale", "skipped",
+    "labelled_tokens", "tokens_per_s", "rss_bytes", "allocated_bytes", "reserved_bytes", "bytes", "loss_before", "loss_after", "host_bytes", "scale", "skipped",
 })  # fmt: skip
 _COUNTS = frozenset({"step", "steps"})
 _WORDS = (None, "nan", "inf", "-inf")

@@ -4,13 +4,16 @@ The loss of a step is a sum over labelled tokens divided by the labelled tokens 
 gradient does not depend on how the batch was split.
 """
 
+import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import psutil
+import torch
 
 from .errors import Diverged
 from .events import EventLog
@@ -42,6 +45,11 @@ class Hooks:
 
 def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
     """Steps ``done + 1`` to ``pace.steps``. A checkpoint is saved at the end, and where it is stopped."""
+    with _collecting_little():
+        return _train(run, pace, hooks, log, done)
+
+
+def _train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
     skipped = 0
     process = psutil.Process()
     for step in range(done + 1, pace.steps + 1):
@@ -56,7 +64,7 @@ def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Liter
             log.write(
                 "step", step=step, steps=pace.steps, loss=loss, learning_rate=rate, grad_norm=norm, tokens=tokens,
                 labelled_tokens=labelled, seconds=seconds, tokens_per_s=tokens / seconds,
-                rss_bytes=process.memory_info().rss,
+                rss_bytes=process.memory_info().rss, **_of_device(run),
             )  # fmt: skip
         stopping, last = hooks.stop(), step == pace.steps
         if last or stopping or (pace.save_every and step % pace.save_every == 0):
@@ -66,6 +74,29 @@ def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Liter
         if stopping and not last:
             return "stopped"
     return "finished"
+
+
+def _of_device(run: Run) -> dict[str, int]:
+    """Since the last time, the most that tensors and their allocator held of a GPU; what is between them is in pieces."""
+    if run.device.type != "cuda":
+        return {}
+    held = {
+        "allocated_bytes": torch.cuda.max_memory_allocated(run.device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(run.device),
+    }
+    torch.cuda.reset_peak_memory_stats(run.device)
+    return held
+
+
+@contextmanager
+def _collecting_little() -> Iterator[None]:
+    """Python's collector does not look again at what is there before: the libraries' half a million objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _tell_skipped(run: Run, log: EventLog, step: int, skipped: int) -> None:

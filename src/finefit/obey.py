@@ -114,8 +114,8 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
         ("memory", "micro_batch_size"): split.micro_batch_size,
         ("memory", "micro_batch_tokens"): split.micro_batch_tokens,
     }
-    for name in ("optimizer_offload",):
-        found["memory", name] = of[name].place if name in of else "none"
+    for name, absent in (("optimizer_offload", "none"), ("allocator", "default")):
+        found["memory", name] = of[name].setting() if name in of else absent
     if "clipping" in of:
         found["train", "max_grad_norm"] = of["clipping"].max_norm
     if "quantized_base" in of:

@@ -187,6 +187,9 @@ class Memory(_Section):
     )
     fused_ops: Auto | bool = Field(default="auto", description="finefit's own modules that keep less for backward")
 
+    allocator: Literal["auto", "default", "expandable", "trimmed"] = Field(
+        default="auto", description="a GPU's segments grow (expandable), a CPU's heap gives back at once (trimmed)"
+    )
     optimizer_offload: Offload = Field(
         default="auto", description="optimizer states off the device: on the host (a GPU's), on disk, none"
     )

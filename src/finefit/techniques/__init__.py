@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .accumulation import Accumulation
+from .allocator import Allocator
 from .base import NotAsPlanned, Technique, Unsuitable
 from .checkpointing import Checkpointing
 from .clipping import Clipping
@@ -38,12 +39,13 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Accumulation,
     Clipping,
     OptimizerOffload,
+    Allocator,
 )
 
 DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
-    "DIVIDING", "TECHNIQUES", "Accumulation", "Checkpointing", "Clipping", "DataParallel", "FusedLoss", "FusedOps", "Lora",
+    "DIVIDING", "TECHNIQUES", "Accumulation", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedLoss", "FusedOps", "Lora",
     "NotAsPlanned", "OptimizerOffload", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip

@@ -1,0 +1,65 @@
+"""The allocator's settings, chosen before the first tensor: what is freed is to be of use to what comes next.
+
+``expandable``: segments of a GPU's memory grow by pages (c10/cuda/CUDACachingAllocator.cpp, ``expandable_segments``), so rows
+of ever new lengths leave no gaps between blocks of fixed segments. ``trimmed``: a CPU's heap (glibc) gives each tensor's
+pages back when it is freed (mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), so that what is resident is what is alive; each
+tensor then begins on fresh pages, which takes time. Tensors are the same either way. Declines other C libraries' heaps, where
+nothing is set.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ..layout import Layout
+from .base import NotAsPlanned, Technique
+
+if TYPE_CHECKING:
+    from ..ledger import Ledger
+    from ..run import Run
+
+_FROM = 2**16  # bytes of what is given back at once
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_SAID = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what the user says there stands
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator(Technique):
+    name = "allocator"
+    exact = True
+
+    kind: Literal["expandable", "trimmed"] = "expandable"
+
+    def rewrite(self, layout: Layout) -> Layout:
+        return layout
+
+    def apply(self, run: "Run") -> None:
+        if self.kind == "trimmed":
+            run.evidence["heap_trimmed"] = _trim_heap()
+        elif run.device.type == "cuda" and not any(key in os.environ for key in _SAID):
+            import torch
+
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+    def setting(self) -> str:
+        return self.kind
+
+    def describe(self) -> str:
+        if self.kind == "trimmed":
+            return "what is freed goes back to the system at once, as there is little room"
+        return "segments of the device's memory grow by pages, so that changing lengths leave no gaps"
+
+    def verify(self, run: "Run", ledger: "Ledger") -> None:
+        if self.kind == "trimmed" and run.evidence["heap_trimmed"] == 0:
+            raise NotAsPlanned("allocator: the C library refused to give freed memory back")
+
+
+def _trim_heap() -> int:
+    """1 where the C library's heap now gives back at once, 0 where it refused, 2 where it has no such settings."""
+    import ctypes
+
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # no such function, or no such way to ask
+        return 2
+    return int(all(mallopt(key, _FROM) for key in (_TRIM_THRESHOLD, _MMAP_THRESHOLD)))
