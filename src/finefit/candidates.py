@@ -24,6 +24,7 @@ from .techniques import (
     Allocator,
     Checkpointing,
     Clipping,
+    FusedBackwardStep,
     FusedLoss,
     FusedOps,
     Lora,
@@ -46,6 +47,7 @@ _LATE = (
     Accumulation,
     Clipping,
     OptimizerOffload,
+    FusedBackwardStep,
 )  # techniques that say how a step runs, and add no tensors
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")  # what auto tries, in order
 _HALVES = ("bfloat16", "float16")
@@ -195,6 +197,9 @@ def splits(question: Question) -> Iterator[tuple[int, int]]:
         raise ConfigError(f"memory.micro_batch_size {size} is larger than the global batch", hint=hint)
     if size is not None and int(size) > examples:
         raise Unsuitable(f"{size} examples a micro-batch, {examples} to a rank")
+    if question.setting("fused_backward_step") == "true":  # of a whole batch, unless another size was said
+        yield int(size or examples), int(tokens or 0)
+        return
     if job.pin("packing") == "false" or size is not None:
         sizes = [int(size)] if size else list(_powers(examples))
         yield from ((n, int(tokens or 0)) for n in sizes)
@@ -267,8 +272,17 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
     if wanted := allocator_of(question):
         chosen.append(Allocator(wanted))
     if place := offload_of(question, "optimizer_offload"):
-        chosen.append(OptimizerOffload(place, "host" if kind == "cuda" else "disk"))
+        chosen.append(OptimizerOffload(place, _sums_on(question, place)))
+    if question.setting("fused_backward_step") == "true":
+        chosen.append(FusedBackwardStep())
     return in_order(chosen)
+
+
+def _sums_on(question: Question, place: Literal["host", "disk"]) -> Literal["device", "host", "disk"]:
+    """Where gradients are summed when states are elsewhere: nowhere, if each is stepped by as it appears."""
+    if place == "disk" and question.setting("fused_backward_step") == "true":
+        return "device"
+    return "host" if question.hardware.kind == "cuda" else "disk"
 
 
 def allocator_of(question: Question) -> Literal["expandable", "trimmed"] | None:

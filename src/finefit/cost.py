@@ -56,9 +56,10 @@ _UPDATED = 7  # of a parameter's bytes: AdamW reads weight, gradient and two mom
 _HOST_BYTES_PER_S = 20e9  # a processor's memory beside a GPU, that a step on the host moves: a guess, two DDR4 channels
 _QUERY_ROWS = 128  # that attention on a CPU works on at once (nn.attention)
 _CALLS_PER_BLOCK = 120  # forward and backward
+_STEP_CALLS = 8  # for each tensor that is stepped in backward: its norm, whether it is finite, its update
 # A quantised weight is brought back in chunks: bytes read and written an element by its bits (codes and lookups, fp32
 # values scaled in place, the result), and operator calls a chunk.
-_DEQUANTISED_BYTES, _DEQUANTISED_CALLS = {4: 25, 8: 15}, 12
+_DEQUANTISED_BYTES, _DEQUANTISED_CALLS = {2: 22, 3: 33, 4: 25, 8: 15}, 12
 
 
 def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
@@ -80,6 +81,8 @@ def _update_s(layout: Layout, trained: float, hardware: HardwareSpec) -> float:
         seconds = _UPDATED * trained / hardware.bandwidth_bytes_per_s
     else:  # the weights go back while the next are stepped
         seconds = max(_UPDATED * trained / _HOST_BYTES_PER_S, trained / hardware.offload_bytes_per_s("host"))
+    if layout.steps_in_backward:
+        seconds += sum(g.count for g in layout.groups if g.trainable) * _STEP_CALLS * _ON[hardware.kind].call_s
     if layout.states_on == "disk":
         seconds += 2 * layout.state_tensors * trained / hardware.disk_bytes_per_s
     return seconds

@@ -17,7 +17,8 @@ from .meshes import mesh_of, meshes
 from .plan import Neighbour, Plan, Verdict
 from .search import SLOWER, best_of, best_over
 from .spec import PrecisionKind
-from .techniques import Accumulation, Checkpointing, Precision, Unsuitable
+from .techniques import Accumulation, Checkpointing, Precision, QuantizedBase, Unsuitable
+from .techniques.quantized_base import Bits
 from .units import format_bytes
 
 _OFF = (("packing", "packing"), ("fused_ops", "fused_ops"), ("fused_loss", "loss_chunk"))  # technique, its pin
@@ -31,7 +32,7 @@ def explained(question: Question, plan: Plan) -> Plan:
     asked = asked.over(mesh_of(plan.techniques))
     beside = _Beside(asked, plan)
     near = (
-        *beside.blocks(), *beside.sizes(), *beside.meshes(question), *beside.without(), *beside.turned_on(), *beside.precisions(),
+        *beside.blocks(), *beside.sizes(), *beside.meshes(question), *beside.without(), *beside.turned_on(), *beside.precisions(), *beside.bits(),
         *_methods(question, plan),
     )  # fmt: skip
     return replace(plan, neighbours=tuple(near), reasons=(*plan.reasons, *_enough(question, plan, beside)))
@@ -138,10 +139,7 @@ class _Beside:
                 yield Neighbour(says, "not allowed", self._fixed(key))
                 continue
             other = replace(self.question, turned_on=(*self.question.turned_on, pair))
-            try:
-                yield self._other(says, other, "it is exact and takes time", "")
-            except Unsuitable as error:
-                yield Neighbour(says, "not allowed", str(error))
+            yield self._other(says, other, "it is exact and takes time", "")
 
     def precisions(self) -> Iterator[Neighbour]:
         has = self.plan.technique("precision")
@@ -157,11 +155,26 @@ class _Beside:
             why = f"{_QUALITY} (memory.precision={kind})"
             yield self._other(f"precision {kind}", other, why, why)
 
+    def bits(self) -> Iterator[Neighbour]:
+        """A quantised base in more bits or fewer."""
+        has = self.plan.technique("quantized_base")
+        if not isinstance(has, QuantizedBase):
+            return
+        job = self.question.job
+        for bits in sorted({*get_args(Bits)} - {has.bits}, reverse=True):
+            pins = (*(pin for pin in job.pins if pin[0] != "qlora.bits"), ("qlora.bits", str(bits)))
+            why = f"{_QUALITY} (qlora.bits={bits})"
+            yield self._other(f"a base in {bits} bits", replace(self.question, job=replace(job, pins=pins)), why, why)
+
     def _other(self, says: str, question: Question, why: str, fixed: str) -> Neighbour:
         """The same split and blocks for a changed question; ``why`` stands where there are no coefficients."""
         work = question.work(self.size, self.tokens)
         techniques = techniques_of(question, self.size, self.tokens, work, self.k)
-        if not is_traced(rewrite(question.model, work.largest[0], techniques)):
+        try:
+            layout = rewrite(question.model, work.largest[0], techniques)
+        except Unsuitable as error:
+            return Neighbour(says, "not allowed", str(error))
+        if not is_traced(layout):
             return Neighbour(says, "not allowed" if fixed else "no better", fixed or why)
         return self._judged(says, candidate(question, self.size, self.tokens, work, self.k), fixed)
 

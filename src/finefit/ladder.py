@@ -11,9 +11,11 @@ from .techniques import Technique
 
 Rung = tuple[tuple[str, str], ...]
 # Cheapest first, each alone and then together.
+_STEP = ("fused_backward_step", "true")
+_STATES = {place: ("optimizer_offload", place) for place in ("host", "disk")}
 RUNGS: dict[str, tuple[Rung, ...]] = {
-    "cpu": ((("optimizer_offload", "disk"),),),
-    "cuda": ((("optimizer_offload", "host"),), (("optimizer_offload", "disk"),)),
+    "cpu": ((_STEP,), (_STATES["disk"],), (_STEP, _STATES["disk"])),
+    "cuda": ((_STEP,), (_STATES["host"],), (_STATES["disk"],)),
 }
 
 

@@ -57,6 +57,10 @@ class Layout:
     """Rows of the vocabulary head computed at once; 0 when all logits exist together."""
     micro_steps: int = 1
     """Micro-batches of one optimizer step: from the second on, gradients are there already."""
+    clipped: bool = False
+    """Whether the update waits for the norm of all gradients."""
+    steps_in_backward: bool = False
+    """Each parameter is stepped as its gradient appears: none is kept."""
     dequantised: int = 0
     """Elements of a quantised weight that are brought back at once."""
     in_flight: int = 0
@@ -74,6 +78,11 @@ class Layout:
     def element_bytes(self) -> int:
         """Of an activation, as the blocks compute."""
         return 4 if self.graph[0] == "fp32" else 2
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the device has them from backward to the update; else each is there for a moment."""
+        return self.gradients_on == "device" and not self.steps_in_backward
 
     def with_word(self, word: str) -> Self:
         return replace(self, graph=(*self.graph, word))

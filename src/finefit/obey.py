@@ -109,6 +109,7 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
         ("memory", "precision"): of["precision"].kind,
         ("memory", "checkpointing"): of["checkpointing"].blocks if "checkpointing" in of else 0,
         ("memory", "packing"): "packing" in of,
+        ("memory", "fused_backward_step"): "fused_backward_step" in of,
         ("memory", "fused_ops"): "fused_ops" in of,
         ("memory", "loss_chunk"): of["fused_loss"].chunk if "fused_loss" in of else 0,
         ("memory", "micro_batch_size"): split.micro_batch_size,

@@ -32,7 +32,7 @@ def states(layout: Layout) -> dict[str, int]:
     if layout.states_on != "device":
         counts = _STEP_COUNT * sum(g.count for g in layout.groups if g.trainable)
         found["optimizer_state"] = counts if layout.gradients_on == "device" else 0
-    if layout.gradients_on != "device":
+    if not layout.keeps_gradients:
         found["gradient"] = 0
     return found
 
@@ -129,6 +129,9 @@ def _evaluation(part: Part) -> Iterator[tuple[str, str, int]]:
         yield name, "eval", 1
 
 
+_NOTHING = Section({}, {}, 0)
+
+
 @functools.cache
 def _place(name: str) -> tuple[str, str]:
     """The moment of a section, and which block it is: its number, ``before`` for what is before them, else nothing."""
@@ -145,7 +148,7 @@ class _Walk:
         self.divided = Divided(part, fixed) if layout.mesh.devices > 1 else None
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         # Gradients that leave as they appear are what they are from a second micro-batch on: there for a moment each.
-        self.again |= layout.gradients_on != "device"
+        self.again |= not layout.keeps_gradients
         tokens, labelled = layout.micro.tokens, layout.micro.labelled
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}
         if layout.micro_steps == 1:
@@ -161,6 +164,8 @@ class _Walk:
             if len(self.tables) == 1 and "held" in table:  # tables kept as buffers, in every kind the same
                 self._add(table["held"].end, 1)
         section = self.tables[kind].get(name)
+        if name == "optimizer" and self.layout.steps_in_backward:
+            section = _NOTHING  # it is over before that
         moment, block = _place(name)
         if section is not None and self.divided:
             section = self.divided.section(name, kind, section)

@@ -148,8 +148,8 @@ def _preface(asked: Question, tried: list[tuple[str, list[Candidate]]], wished: 
     """What the answer to ``asked`` begins with; ``wished`` is the user's word for the method."""
     method = asked.job.method
     said = [
-        f"{name} does not fit: at least {format_bytes(_smallest(looked_at).predicted.total_bytes)}"
-        for name, looked_at in dict(tried).items()
+        f"{name} does not fit: at least {format_bytes(least.predicted.total_bytes)}"
+        for name, least in _smallest_by_method(tried).items()
         if name != method
     ]
     if wished == "auto":
@@ -188,14 +188,20 @@ def _frontier(looked_at: list[Candidate], best: Candidate) -> tuple[Alternative,
     return tuple(Alternative(c.says(), c.predicted.total_bytes, c.seconds, c is best) for c in kept)
 
 
+def _smallest_by_method(tried: list[tuple[str, list[Candidate]]]) -> dict[str, Candidate]:
+    """Of all that was looked at, whatever was turned on."""
+    names = dict.fromkeys(name for name, _ in tried)
+    return {n: _smallest([c for name, looked_at in tried if name == n for c in looked_at]) for n in names}
+
+
 def _smallest(looked_at: list[Candidate]) -> Candidate:
     return min(looked_at, key=lambda c: c.predicted.total_bytes)
 
 
 def _does_not_fit(question: Question, tried: list[tuple[str, list[Candidate]]]) -> DoesNotFit:
     """Needed, had, what is already on, the largest part, and the cheapest ways out."""
-    method, looked_at = tried[-1]
-    least = _smallest(looked_at)
+    method = tried[-1][0]
+    least = _smallest_by_method(tried)[method]
     budget = question.budget.limit_bytes
     parts = {**least.predicted.moments[least.predicted.peak_moment], "reserved": least.predicted.reserved_bytes}
     largest = max(parts, key=lambda component: parts[component])

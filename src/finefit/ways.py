@@ -72,6 +72,8 @@ def ways_out(question: "Question", trials: Trials) -> Iterator[Way]:
         also = "memory.* auto and "
     yield from _shorter(also, free, trials, "longer examples are truncated")
     yield from _bf16(also, question if not also else free, trials)
+    yield from _unclipped(also, question if not also else free, trials)
+    yield from _fewer_bits(also, free, trials)
     smaller = [way for method in _SMALLER.get(question.job.method, ()) for way in _method(also, method, free, trials)]
     yield from smaller[:1]
     yield from _more_memory(question, trials)
@@ -100,6 +102,29 @@ def _bf16(also: str, question: "Question", trials: Trials) -> Iterator[Way]:
     price = "updates are rounded to bf16: a choice of quality" if trained else "the frozen weights are rounded to bf16"
     other = replace(question, job=replace(question.job, precision="bf16"))
     yield from _way(f"{also}memory.precision=bf16", other, trials, price)
+
+
+def _unclipped(also: str, question: "Question", trials: Trials) -> Iterator[Way]:
+    """Without clipping, which is all that keeps some steps from being taken in backward."""
+    job = question.job
+    if job.pin("max_grad_norm") is None or not float(job.pin("max_grad_norm") or 0.0):
+        return
+    pins = (*(pin for pin in job.pins if pin[0] != "max_grad_norm"), ("max_grad_norm", "0.0"))
+    price = "each weight is stepped in backward, and gradients are not clipped: a choice of quality"
+    yield from _way(f"{also}train.max_grad_norm=0", replace(question, job=replace(job, pins=pins)), trials, price)
+
+
+def _fewer_bits(also: str, question: "Question", trials: Trials) -> Iterator[Way]:
+    """A quantised base in the most bits below what was asked for that fit."""
+    job = question.job
+    fewer = [bits for bits in (4, 3, 2) if bits < int(job.pin("qlora.bits") or 4)] if job.method == "qlora" else []
+    for bits in fewer:
+        pins = (*(pin for pin in job.pins if pin[0] != "qlora.bits"), ("qlora.bits", str(bits)))
+        price = f"the base is rounded to {2**bits} levels: a choice of quality"
+        says = f"{also}qlora.bits={bits}"
+        if found := list(_way(says, replace(question, job=replace(job, pins=pins)), trials, price)):
+            yield from found
+            return
 
 
 def _shorter(says: str, question: "Question", trials: Trials, price: str) -> Iterator[Way]:

@@ -483,7 +483,7 @@ def test_an_adapter_of_a_quantised_base_loads_in_peft(quantised, model):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["qlora.bits=5"], "'qlora.bits': must be 4 or 8, not 5; did you mean 4?"),
+        (["qlora.bits=5"], "'qlora.bits': must be 2, 3, 4 or 8, not 5; did you mean 4?"),
         (["method=qloar"], "did you mean 'qlora'?"),
     ],
 )
@@ -501,7 +501,7 @@ def test_a_plan_of_other_bits_is_refused(finefit, model, data, tmp_path):
     text = plan.read_text().replace('"bits": 4', '"bits": 4.0', 1)
     plan.write_text(text)
     said = finefit("train", model, data, *QLORA, "--plan", plan, f"output_dir={tmp_path}/r", expect=2).stderr
-    assert "bits' must be 4 or 8, not 4.0" in said
+    assert "bits' must be 2, 3, 4 or 8, not 4.0" in said
     plan.write_text(text.replace('"bits": 4.0', '"bits": 4').replace('"chunk": 524288', '"chunk": 100'))
     said = finefit("train", model, data, *QLORA, "--plan", plan, f"output_dir={tmp_path}/r", expect=2).stderr
     assert "a chunk of 100 elements is not whole groups" in said

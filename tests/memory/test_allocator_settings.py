@@ -45,11 +45,13 @@ print(resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_trimmed_heap_keeps_what_is_alive_and_no_more():
     left = {
-        kind: int(subprocess.run([sys.executable, "-c", HOLES, kind], capture_output=True, text=True, check=True).stdout)
+        kind: int(
+            subprocess.run([sys.executable, "-c", HOLES, kind], capture_output=True, text=True, check=True).stdout
+        )
         for kind in ("default", "trimmed")
     }
     alive = 10 * 1024
-    assert alive <= left["trimmed"] < 2 * alive < left["default"]
+    assert 0.9 * alive <= left["trimmed"] < 2 * alive < left["default"]
 
 
 PLANS = {

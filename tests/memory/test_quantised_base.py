@@ -54,21 +54,22 @@ def test_bytes_at_rest_are_counted_by_hand(form):
     blocks = [n // 64 for n in sizes]
     codes = sum(sizes) * bits // 8
     held = 4 * sum(blocks) if scales == "plain" else sum(blocks) + sum(4 * -(-b // 256) + 4 for b in blocks)
-    tables = (2048 if bits == 4 else 0) + (1024 if scales == "double" else 0)
+    tables = {2: 4096, 3: 65_536 + 4096, 4: 2048, 8: 0}[bits] + (1024 if scales == "double" else 0)
     base = [p for n, p in blocks_of(run.model).named_parameters() if "lora_" not in n and "norm" not in n]
     assert sum(p.untyped_storage().nbytes() for p in base) == 4 * (codes + held) + tables
     assert {False} == {p.requires_grad for p in base}
 
 
-def test_four_bits_are_half_a_byte_and_an_eighth_of_a_bit_for_scales():
+@pytest.mark.parametrize("form", [2, 3, 4, 8])
+def test_a_weight_takes_its_bits_and_an_eighth_of_one_for_scales(form):
     """At the sizes of an 8B model the rest is nothing: 4.127 bits a weight, as the paper counts."""
     spec = spec_of(config_of(hidden_size=4096, head_dim=128, num_attention_heads=32, num_key_value_heads=8,
                              intermediate_size=14_336, num_hidden_layers=32, vocab_size=128_256))  # fmt: skip
-    layout = QuantizedBase().rewrite(layout_of(spec, micro_of(padded(examples_of((8,))))))
+    layout = QuantizedBase(form).rewrite(layout_of(spec, micro_of(padded(examples_of((8,))))))
     weights = spec.num_hidden_layers * sum(p.numel for p in spec.linears())
-    packed = [g for g in layout.groups if g.role == "scale" or g.bits == 4]
+    packed = [g for g in layout.groups if g.role == "scale" or g.bits == form]
     bits = sum(g.numel * g.count * g.bits for g in packed) / weights
-    assert 4.1269 < bits < 4.1271
+    assert form + 0.1269 < bits < form + 0.1272
 
 
 # --- while a weight is brought back
@@ -145,7 +146,9 @@ def test_loading_holds_a_chunk_beside_the_model_and_reads_the_file_in_place(form
     top, run, said = loading(techniques, folder, monkeypatch)
     assert said["parameter"] == sum(p.untyped_storage().nbytes() for p in run.model.parameters())
     assert said["temporary"] == top
-    values, bounds = {4: (12, 60), 8: (9, 0)}[FORMS[form][0]]  # bytes an element, and of the bounds between codes
+    values, bounds = {2: (12, 12), 3: (12, 28), 4: (12, 60), 8: (9, 0)}[
+        FORMS[form][0]
+    ]  # bytes an element, and of the bounds between codes
     assert top == 4 * 768 * 4 + values * min(chunk, 768 * 256) + bounds
 
 

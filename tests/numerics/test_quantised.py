@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from finefit.nn.blockwise import BLOCK, DYNAMIC, GROUP, NF4, Tables
+from finefit.nn.blockwise import BLOCK, DYNAMIC, GROUP, LLOYD2, LLOYD3, NF4, Tables
 from finefit.nn.lora_linear import LoRALinear, linears
 from finefit.nn.quantised_linear import QuantisedLinear, QuantisedWeight
 from finefit.run import blocks_of
@@ -27,7 +27,7 @@ CHUNK = 2**14
 
 
 def quantised(weight, bits=4, scales="double", chunk=CHUNK):
-    tables = Tables(bits == 4, scales == "double", weight.device)
+    tables = Tables(bits, scales, weight.device)
     tables.reset()
     made = QuantisedWeight(weight, bits, scales, chunk, tables)
     made.copy_(weight)
@@ -68,6 +68,49 @@ def test_a_small_matrix_is_what_bitsandbytes_makes_of_it():
     assert found.dense(torch.float32)[0, :BLOCK].tolist() == golden["first block"]
 
 
+def test_levels_are_the_means_of_what_is_nearest_to_them():
+    """For a block of 64 normal weights over its largest, by quadrature: one in 64 is the largest itself, given which the
+    others are normal within it; a weight counts by its square before it was divided."""
+    normal, n = torch.distributions.Normal(0.0, 1.0), BLOCK
+    largest_m = torch.linspace(1e-3, 8, 4001, dtype=torch.float64)
+    within_m = 2 * normal.cdf(largest_m) - 1
+    step = largest_m[1] - largest_m[0]
+    weight_m = largest_m.square() * n * within_m ** (n - 1) * 2 * normal.log_prob(largest_m).exp() * step
+    z = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    given_zm = normal.log_prob(z[:, None] * largest_m).exp() * largest_m / within_m
+    mass_z = (n - 1) / n * given_zm @ weight_m / 4000
+    for levels in (LLOYD3, LLOYD2):
+        half = levels[len(levels) // 2 :].double()
+        assert torch.equal(levels, -levels.flip(0))
+        cell_z = torch.bucketize(z, (half[1:] + half[:-1]) / 2)
+        mass, moment = (
+            torch.zeros(len(half), dtype=torch.float64).index_add_(0, cell_z, w) for w in (mass_z, mass_z * z)
+        )
+        mass[-1] += weight_m.sum() / n / 2
+        moment[-1] += weight_m.sum() / n / 2
+        assert torch.allclose(moment / mass, half, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_codes_lie_where_the_format_says(bits):
+    """Brought back bit by bit in plain Python, with scales of 1: several chunks, and a last one that is not full."""
+    weight = exact(300, 128)
+    weight.view(-1, BLOCK)[:, 0] = 1.0
+    weight.clamp_(-1, 1)
+    found, stored = quantised(weight, bits, "plain"), quantised(weight, bits, "plain").codes.tolist()
+    codes, blocks = [], weight.numel() // BLOCK
+    for i in range(weight.numel() // 4):
+        index = stored[i]
+        if bits == 3:
+            index += (stored[16 * blocks + i // 2] >> 4 * (i % 2) & 15) << 8
+        codes += [index >> bits * place & 2**bits - 1 for place in (3, 2, 1, 0)]
+    assert len(stored) == weight.numel() * bits // 8
+    assert torch.equal(found.scales.scale_b, torch.ones(blocks))
+    assert torch.equal(found.dense(torch.float32).flatten(), LEVELS[bits][codes])
+    nearest = (weight.flatten()[:, None] - LEVELS[bits]).abs().argmin(1)
+    assert codes == nearest.tolist()
+
+
 KINDS = {
     "normal": lambda x: x, "heavy": lambda x: x**3, "tiny": lambda x: x * 1e-6, "few values": lambda x: (4 * x).round(),
     "zeros": lambda x: x * (x > 0), "a row of zeros": lambda x: torch.cat([torch.zeros_like(x[:1]), x[1:]]),
@@ -106,11 +149,14 @@ def test_against_bitsandbytes_dynamic_codes():
 # --- what comes back
 
 
+LEVELS = {2: LLOYD2, 3: LLOYD3, 4: NF4, 8: torch.arange(-127, 128) / 127}
+
+
 def by_hand(weight, bits, scales):
     """The definition, with plain indexing and no chunks: nearest code times scale."""
     x_b64 = F.pad(weight.float().flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
     scale_b = x_b64.abs().amax(1)
-    grid = NF4 if bits == 4 else torch.arange(-127, 128) / 127
+    grid = LEVELS[bits]
     nearest = ((x_b64 / scale_b.clamp(min=1e-38)[:, None])[..., None] - grid).abs().argmin(-1)
     if scales == "double":
         rest = F.pad(scale_b - scale_b.mean(), (0, -len(scale_b) % GROUP)).view(-1, GROUP)
@@ -134,14 +180,18 @@ def test_nearest_code_times_scale(shape, form):
 def test_a_value_is_off_by_half_a_gap_at_most(form):
     bits, scales = FORMS[form]
     weight = normal(256, 576)
-    gap = (NF4[1:] - NF4[:-1]).max().item() if bits == 4 else 1 / 127
+    levels = LEVELS[bits]
+    gap = max((levels[1:] - levels[:-1]).max().item(), 2 - 2 * levels[-1].item())
     scale_b = weight.view(-1, BLOCK).abs().amax(1)
     off_b = (quantised(weight, bits, scales).dense(torch.float32) - weight).view(-1, BLOCK).abs().amax(1)
     inexact_scale = 0.0 if scales == "plain" else 0.02
     assert bool((off_b <= scale_b * (gap / 2 + inexact_scale + 1e-6)).all())
 
 
-@pytest.mark.parametrize(("form", "expected"), [("nf4", 0.0921), ("int8", 0.0065), ("int8_plain", 0.0061)])
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("nf4", 0.0921), ("int8", 0.0065), ("int8_plain", 0.0061), ("lloyd3", 0.178), ("lloyd2", 0.344)],
+)
 def test_error_of_a_layer_of_real_size(form, expected):
     """An 8B model's MLP weight, normally distributed: the relative error, a bf16 result's rounding in it."""
     weight = normal(4096, 14_336, dtype=torch.bfloat16)
@@ -192,7 +242,7 @@ def as_dense(layer, weight):
 
 def pair_of(form, bias, dtype=torch.float32):
     source = linear_of(bias=bias, dtype=dtype)
-    tables = Tables(True, True, torch.device("cpu"))
+    tables = Tables(*FORMS[form], torch.device("cpu"))
     tables.reset()
     ours = QuantisedLinear(source, *FORMS[form], CHUNK, tables)
     ours.weight.copy_(source.weight)
@@ -217,7 +267,7 @@ def test_a_layer_is_that_of_its_matrix(form, bias, dtype):
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("form", ["nf4", "int8", "lloyd3", "lloyd2"])
 def test_adapters_on_a_quantised_base_are_those_on_its_matrix(form, dropout, layers):
     results = []
     pairs = [pair_of(form, True) for _ in range(layers)]

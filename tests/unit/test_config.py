@@ -174,17 +174,17 @@ def test_spellings_of_values(override: str, section: str, key: str, expected: ob
         ),
         (
             "model: m\nqlora: {bits: 5}\n",
-            "run.yaml:2:15: 'qlora.bits': must be 4 or 8, not 5; did you mean 4?",
+            "run.yaml:2:15: 'qlora.bits': must be 2, 3, 4 or 8, not 5; did you mean 4?",
         ),
-        ("model: m\nqlora: {bits: 7}\n", "run.yaml:2:15: 'qlora.bits': must be 4 or 8, not 7; did you mean 8?"),
-        ("model: m\nqlora: {bits: four}\n", "run.yaml:2:15: 'qlora.bits' must be 4 or 8, not 'four'"),
+        ("model: m\nqlora: {bits: 7}\n", "run.yaml:2:15: 'qlora.bits': must be 2, 3, 4 or 8, not 7; did you mean 8?"),
+        ("model: m\nqlora: {bits: four}\n", "run.yaml:2:15: 'qlora.bits' must be 2, 3, 4 or 8, not 'four'"),
         (
             "model: m\nqlora: {scales: duoble}\n",
             "run.yaml:2:17: 'qlora.scales' must be double or plain, not 'duoble'\nhint: did you mean 'double'?",
         ),
         (
             "model: m\nload_in_4bit: true\n",
-            "run.yaml:2:1: unknown key 'load_in_4bit'\nhint: say method: qlora; qlora.bits is 4 unless you say 8",
+            "run.yaml:2:1: unknown key 'load_in_4bit'\nhint: say method: qlora; qlora.bits is 4 unless you say 8, 3 or 2",
         ),
         (
             "model: m\nmemory: {checkpointing: some}\n",

@@ -113,6 +113,37 @@ def test_what_the_user_fixed_is_said_and_what_it_would_be():
     )
 
 
+def test_other_bits_of_a_base_are_told_with_what_they_would_need():
+    job = dataclasses.replace(LORA, method="qlora")
+    near = beside(plan_of(ask("8GiB", job)))
+    found = {bits: near[f"a base in {bits} bits"] for bits in (8, 3, 2)}
+    assert {one.verdict for one in found.values()} == {"not allowed"}
+    assert all(f"a choice of quality, so yours (qlora.bits={bits}); it " in one.why for bits, one in found.items())
+    assert found[8].peak_bytes > found[3].peak_bytes > found[2].peak_bytes > 0
+    assert "a base in 4 bits" not in near
+
+
+SHORT = JobSpec(method="full", global_batch_size=2, max_length=256, longest=256)
+
+
+def test_a_step_in_backward_is_told_with_the_reason_it_is_not_taken():
+    says = "with fused_backward_step"
+    clipped = beside(plan_of(ask("8GiB", SHORT)))[says]
+    assert (clipped.verdict, clipped.why[:22]) == ("not allowed", "gradients are clipped,")
+    split = beside(plan_of(ask("8GiB", pinned(SHORT, max_grad_norm=0.0, micro_batch_size=1))))[says]
+    assert split.why == "gradients of 2 micro-batches are added up before a step"
+    whole = plan_of(ask("8GiB", pinned(SHORT, max_grad_norm=0.0, micro_batch_size=2, checkpointing="all")))
+    assert beside(whole)[says].verdict == "slower" and beside(whole)[says].peak_bytes < whole.predicted.total_bytes
+    off = beside(plan_of(ask("8GiB", pinned(SHORT, max_grad_norm=0.0, fused_backward_step="false"))))[says]
+    assert (off.verdict, off.why) == ("not allowed", "you said memory.fused_backward_step=false")
+
+
+def test_what_a_step_in_backward_rules_out_is_told_beside_it():
+    plan = plan_of(ask("2100MiB", pinned(SHORT, max_grad_norm=0.0)))
+    assert plan.technique("fused_backward_step")
+    assert beside(plan)["precision fp16_mixed"].why.startswith("with a scaled loss a step is skipped as a whole")
+
+
 def test_nothing_is_traced_for_an_explanation(monkeypatch, tmp_path):
     from finefit import coefficients
 

@@ -124,6 +124,51 @@ def test_a_thousand_candidates_take_less_than_a_second():
     assert time.process_time() - started < 1
 
 
+# --- what is turned on where nothing fits without
+
+SHORT = dataclasses.replace(FULL, global_batch_size=2, max_length=256, longest=256)
+
+
+def test_the_step_is_taken_in_backward_where_nothing_fits_without():
+    roomy, tight = (search(ask(budget, pinned(SHORT, max_grad_norm=0.0))) for budget in ("4GiB", "2100MiB"))
+    assert roomy.technique("fused_backward_step") is None
+    assert tight.technique("fused_backward_step") and tight.gradient_accumulation_steps == 1
+    assert "nothing fits without fused_backward_step, so it is turned on" in tight.reasons
+    assert tight.predicted.moments["optimizer_step"].get("gradient", 0) == 0
+
+
+def test_clipping_is_never_given_up_for_a_step_in_backward():
+    for job in (SHORT, pinned(SHORT, max_grad_norm=1.0)):
+        with pytest.raises(DoesNotFit):
+            search(ask("2100MiB", job))
+
+
+@pytest.mark.parametrize(
+    ("pins", "why"),
+    [
+        ({}, "gradients are clipped"),
+        ({"max_grad_norm": 0.0, "micro_batch_size": 1}, "gradients of 2 micro-batches"),
+        ({"max_grad_norm": 0.0, "micro_batch_tokens": 256}, "gradients of 2 micro-batches"),
+    ],
+    ids=["clipped", "examples", "tokens"],
+)
+def test_a_step_in_backward_that_was_asked_for_is_refused_with_the_reason(pins, why):
+    with pytest.raises(ConfigError, match=why):
+        search(ask("4GiB", pinned(SHORT, fused_backward_step="true", **pins)))
+
+
+def test_what_does_not_fit_is_argued_by_the_smallest_of_all_that_was_tried():
+    """A whole batch at once, as a step in backward needs it, may take more than gradients do."""
+    message = str(search_error(ask("2GiB", pinned(FULL, max_grad_norm=0.0))).message)
+    assert "needs at least 2.51 GiB" in message
+
+
+def search_error(question):
+    with pytest.raises(DoesNotFit) as caught:
+        search(question)
+    return caught.value
+
+
 # --- what may not be chosen
 
 
@@ -172,7 +217,7 @@ def test_a_quantised_base_is_never_chosen_unasked():
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("cpu", 2**19), ("cuda", 2**23)])
-@pytest.mark.parametrize(("bits", "scales"), [("8", "plain"), ("4", "double")])
+@pytest.mark.parametrize(("bits", "scales"), [("8", "plain"), ("4", "double"), ("3", "double"), ("2", "plain")])
 def test_bits_and_scales_are_the_users(bits, scales, kind, chunk):
     job = dataclasses.replace(QLORA, pins=(("qlora.bits", bits), ("qlora.scales", scales)))
     plan = search(ask("4GiB", job, hardware=dataclasses.replace(LAPTOP, kind=kind)))

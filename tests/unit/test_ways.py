@@ -42,6 +42,10 @@ def applied(hint, question):
         return dataclasses.replace(question, hardware=hardware, budget=budget)
     if budget := re.match(r"memory\.budget=(\w+)", hint):
         return dataclasses.replace(question, budget=parse_budget(budget[1], question.hardware.memory_bytes))
+    if "train.max_grad_norm=0 " in hint:
+        job = dataclasses.replace(job, pins=(("max_grad_norm", "0.0"),))
+    if bits := re.search(r"qlora\.bits=(\d)", hint):
+        job = dataclasses.replace(job, pins=(("qlora.bits", bits[1]),))
     if "memory.* " in hint:
         job = dataclasses.replace(job, pins=())
     if method := re.search(r"method=(\w+)", hint):
@@ -101,6 +105,34 @@ def test_the_ways_out_of_a_small_budget():
         "memory.budget=2568MiB would fit: 2.51 GiB, 210 tokens/s",
         "method=qlora would fit: 667 MiB, 282 tokens/s (adapters on a quantised base: a choice of quality)",
     ]
+
+
+@pytest.mark.parametrize(("asked", "named"), [(8, 4), (4, 3), (3, 2)])
+def test_fewer_bits_are_a_way_out_of_a_base_that_does_not_fit(asked, named):
+    question = ask("1GiB", pinned(QLORA, **{"qlora.bits": asked}))
+    smaller = search(
+        dataclasses.replace(
+            question, job=pinned(QLORA, **{"qlora.bits": named, "checkpointing": "all", "micro_batch_tokens": 1024})
+        )
+    )
+    budget = f"{-(-smaller.predicted.total_bytes // MIB)}MiB"
+    question = ask(budget, pinned(QLORA, **{"qlora.bits": asked}))
+    (way,) = [way for way in ways(message_of(question).hint) if way.startswith("qlora.bits=")]
+    assert way.startswith(f"qlora.bits={named} would fit: ") and "a choice of quality" in way
+    plan = search(applied(way, question))
+    assert plan.technique("quantized_base").bits == named
+    assert f" would fit: {format_bytes(plan.predicted.total_bytes)}, " in way
+
+
+def test_a_step_in_backward_is_a_way_out_where_clipping_alone_keeps_it_from_being_taken():
+    job = dataclasses.replace(FULL, global_batch_size=2, max_length=256, longest=256)
+    clipped = pinned(job, max_grad_norm=1.0)
+    hint = ways(message_of(ask("2100MiB", clipped)).hint)
+    (way,) = [way for way in hint if way.startswith("train.max_grad_norm=0 would fit: ")]
+    assert way.endswith("(each weight is stepped in backward, and gradients are not clipped: a choice of quality)")
+    plan = search(applied(way, ask("2100MiB", clipped)))
+    assert plan.technique("fused_backward_step") and plan.technique("clipping").max_norm == 0.0
+    assert f" would fit: {format_bytes(plan.predicted.total_bytes)}, " in way
 
 
 def test_the_ways_out_of_a_small_card():

@@ -1,6 +1,6 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-37 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+38 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
@@ -81,10 +81,10 @@ def _names(value: Any) -> Any:
 
 def _bits(value: Any) -> Any:
     """Another number of bits is told the nearest there is."""
-    known = (4, 8)
+    known = (2, 3, 4, 8)
     if isinstance(value, int | float) and not isinstance(value, bool) and value not in known:
         near = min(known, key=lambda bits: abs(bits - value))
-        raise ValueError(f"must be 4 or 8, not {value}; did you mean {near}?")
+        raise ValueError(f"must be 2, 3, 4 or 8, not {value}; did you mean {near}?")
     return value
 
 
@@ -128,8 +128,9 @@ class Lora(_Section):
 class Qlora(_Section):
     """The quantised base under the adapter, when ``method`` is qlora or becomes it."""
 
-    bits: Annotated[Literal[4, 8], BeforeValidator(_bits)] = Field(
-        default=4, description="of a weight of the base's linear layers: 4 (NF4) or 8 (int8)"
+    bits: Annotated[Literal[2, 3, 4, 8], BeforeValidator(_bits)] = Field(
+        default=4,
+        description="of a weight of the base's linear layers: 8 (int8), 4 (NF4), 3 or 2 (levels for normal weights)",
     )
     scales: Literal["double", "plain"] = Field(
         default="double", description="a scale for 64 weights: quantised again, or plain fp32"
@@ -184,6 +185,10 @@ class Memory(_Section):
     micro_batch_tokens: Auto | Positive = Field(default="auto", description="tokens per forward pass")
     loss_chunk: Auto | Count = Field(
         default="auto", description="labelled tokens per slice of the logits; 0 computes them whole"
+    )
+    fused_backward_step: Auto | bool = Field(
+        default="auto",
+        description="step each weight in backward and free its gradient; needs max_grad_norm 0 and one micro-batch",
     )
     fused_ops: Auto | bool = Field(default="auto", description="finefit's own modules that keep less for backward")
 
@@ -275,12 +280,13 @@ _SPELLINGS: dict[str, str] = {
     "memory.packing": "sample_packing neat_packing padding_free",
     "memory.fused_ops": "use_liger_kernel enable_liger_kernel",
     "memory.optimizer_offload": "offload_optimizer cpu_offload optimizer_in_cpu fsdp_offload_params",
+    "memory.fused_backward_step": "optimizer_in_bwd",
     "memory.budget": "gpu_memory_limit max_memory",
 }  # fmt: skip
 
 FOREIGN: dict[str, str] = {foreign: ours for ours, spellings in _SPELLINGS.items() for foreign in spellings.split()}
 
-_QUANTISED_NOTE = "say method: qlora; qlora.bits is 4 unless you say 8"
+_QUANTISED_NOTE = "say method: qlora; qlora.bits is 4 unless you say 8, 3 or 2"
 _BATCH_NOTE = "say train.global_batch_size, the examples of one optimizer step; the plan chooses how to split it"
 
 #: What a hint says where the foreign key does not mean quite the same.

@@ -83,6 +83,7 @@ class Home:
 class Optimizer(torch.optim.Optimizer):
     """Empty until ``begin``; techniques set ``rule`` and ``home`` before."""
 
+    found_inf: Tensor  # there for the time of a scaler's step, or where the step is in backward
     _step_supports_amp_scaling = True  # the scaler hands over found_inf instead of asking the device for it
 
     def __init__(self) -> None:
@@ -91,6 +92,8 @@ class Optimizer(torch.optim.Optimizer):
         self.home = Home()
         self.at_once = 2**62  # elements stepped together
         self.stepped: dict[Parameter, Parameter] = {}  # by the model's
+        self.beside: list[Tensor] = []
+        """Single numbers that a rule keeps of no parameter, from ``begin`` on; no checkpoint has them."""
 
     def begin(self, parameters: Sequence[Parameter], optimizing: Optimizing) -> None:
         """Take on ``parameters``, their states in place; no decay on norms and biases."""

@@ -1,4 +1,4 @@
-"""A frozen linear layer whose weight is kept in 4 or 8 bits and is a matrix again only for the product that needs it.
+"""A frozen linear layer whose weight is kept in 8, 4, 3 or 2 bits and is a matrix again only for the product that needs it.
 
 Forward and backward each bring the weight back in the product's type and let go of it at once (QLoRA, arXiv:2305.14314,
 equation 5), so nothing of its size is ever saved: what backward needs of a frozen layer is the weight itself, and that is
@@ -28,7 +28,7 @@ class QuantisedWeight(nn.Module):
         assert chunk % (BLOCK * GROUP) == 0, "a chunk must be whole groups of blocks"
         self.shape, self.bits, self.grid, self.step = weight.shape, bits, GRIDS[bits], chunk // BLOCK
         self.blocks = -(-weight.numel() // BLOCK)
-        codes = torch.empty(self.blocks * BLOCK // self.grid.share, dtype=self.grid.dtype, device=weight.device)
+        codes = torch.empty(self.blocks * sum(self.grid.planes), dtype=self.grid.dtype, device=weight.device)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = SCALES[scales](self.blocks, weight.device)
         self.tables = tables
@@ -50,9 +50,8 @@ class QuantisedWeight(nn.Module):
 
     # One chunk is one call, here and below, so that nothing of it is alive while the next is in hand.
     def _decode(self, out_n: Tensor, start: int, stop: int) -> None:
-        share = BLOCK // self.grid.share
         scale_b = self.scales.of(start, stop, self.tables)
-        x_b64 = self.grid.decode(self.codes[start * share : stop * share], scale_b, self.tables)
+        x_b64 = self.grid.decode(self._planes(start, stop), scale_b, self.tables)
         out = out_n[start * BLOCK : stop * BLOCK]
         out.copy_(x_b64.view(-1)[: out.numel()])
 
@@ -72,8 +71,16 @@ class QuantisedWeight(nn.Module):
         x_b64 = part_n.view(-1, BLOCK)
         part_b = scale_b[start : start + self.step]
         torch.amax(x_b64.abs(), 1, out=part_b)
-        codes = self.grid.encode(x_b64, part_b)
-        self.codes[start * BLOCK // self.grid.share :][: len(codes)].copy_(codes)
+        for plane, codes in zip(self._planes(start, start + len(x_b64)), self.grid.encode(x_b64, part_b), strict=True):
+            plane.copy_(codes)
+
+    def _planes(self, start: int, stop: int) -> list[Tensor]:
+        """Codes of the blocks from ``start`` to ``stop``: a view of each plane, which lie one behind the other."""
+        before, found = 0, []
+        for each in self.grid.planes:
+            found.append(self.codes[before + each * start : before + each * stop])
+            before += each * self.blocks
+        return found
 
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, {type(self.grid).__name__}"

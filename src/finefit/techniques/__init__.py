@@ -13,6 +13,7 @@ from .base import NotAsPlanned, Technique, Unsuitable
 from .checkpointing import Checkpointing
 from .clipping import Clipping
 from .data_parallel import DataParallel
+from .fused_backward_step import FusedBackwardStep
 from .fused_loss import FusedLoss
 from .fused_ops import FusedOps
 from .lora import Lora
@@ -39,14 +40,15 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Accumulation,
     Clipping,
     OptimizerOffload,
+    FusedBackwardStep,  # around whatever rule the others chose
     Allocator,
 )
 
 DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
-    "DIVIDING", "TECHNIQUES", "Accumulation", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedLoss", "FusedOps", "Lora",
-    "NotAsPlanned", "OptimizerOffload", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
+    "DIVIDING", "TECHNIQUES", "Accumulation", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedBackwardStep", "FusedLoss",
+    "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip
 

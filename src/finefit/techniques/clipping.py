@@ -1,9 +1,10 @@
 """Clipping of the global gradient norm, all tensors at once. Exact: it is part of the update the user asked for."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..layout import Layout
 from .base import Technique
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ class Clipping(Technique):
 
     max_norm: float = 1.0
     """0: gradients are not clipped."""
+
+    def rewrite(self, layout: Layout) -> Layout:
+        return replace(layout, clipped=self.max_norm > 0)
 
     def apply(self, run: "Run") -> None:
         from ..nn.gradients import clip

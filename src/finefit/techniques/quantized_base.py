@@ -1,8 +1,8 @@
-"""QLoRA's base (arXiv:2305.14314): the blocks' linear weights in 4 or 8 bits, frozen, a matrix again for each product.
+"""QLoRA's base (arXiv:2305.14314): the blocks' linear weights in 8, 4, 3 or 2 bits, frozen, a matrix again for each product.
 
 Chosen by the user as a method (``qlora``), never by the planner for memory's sake. The formats are ``nn.blockwise``'s, the
 layer is ``nn.quantised_linear.QuantisedLinear``. Head, embedding, norms and biases stay as they are. Declines expert weights
-of three dimensions, fewer bits than 4, and training of what is quantised.
+of three dimensions, and training of what is quantised.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,17 @@ BLOCK, GROUP = 64, 256  # elements that share a scale, scales that share one in 
 CHUNK = {"cpu": 2**19, "cuda": 2**23}
 # Bytes an element of a chunk while it is quantised: the same over their scale and its codes before they are packed; its
 # values in fp32 beside them, unless they are stored so. Then the bounds between codes, of the weight and of its scales.
-_ENCODING, _VALUES, _BOUNDS, _SCALE_BOUNDS = {4: 8, 8: 5}, 4, {4: 4 * 15, 8: 0}, 4 * 255
-_GRIDS = {4: "NF4", 8: "int8"}
-Bits = Literal[4, 8]
+_ENCODING, _VALUES, _BOUNDS, _SCALE_BOUNDS = {2: 8, 3: 8, 4: 8, 8: 5}, 4, {2: 4 * 3, 3: 4 * 7, 4: 4 * 15, 8: 0}, 4 * 255
+_GRIDS = {2: "four levels", 3: "eight levels", 4: "NF4", 8: "int8"}
+_TABLES = {2: {"fours": (256, 128)}, 3: {"fours": (4096, 128), "upper": (256, 128)}, 4: {"pairs": (256, 64)}, 8: {}}
+Bits = Literal[2, 3, 4, 8]
 Scales = Literal["double", "plain"]
-# The traced graph's word for each form: what is alive while a weight is brought back differs.
 FORMS: dict[str, tuple[Bits, Scales]] = {
     "nf4": (4, "double"), "nf4_plain": (4, "plain"), "int8": (8, "double"), "int8_plain": (8, "plain"),
+    "lloyd3": (3, "double"), "lloyd3_plain": (3, "plain"), "lloyd2": (2, "double"), "lloyd2_plain": (2, "plain"),
 }  # fmt: skip
+# Whose name is the word of the traced graph: what is alive while a weight is brought back is the same for both.
+_TRACED: dict[Bits, Bits] = {2: 4, 3: 4, 4: 4, 8: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class QuantizedBase(Technique):
             raise Unsuitable("the model has no linear layers to quantise")
         kept = tuple(group for group in layout.groups if not _is_packed(group))
         groups = (*(part for group in packed for part in self._parts(group)), *self._tables(), *kept)
-        word = next(word for word, form in FORMS.items() if form == (self.bits, self.scales))
+        word = next(word for word, form in FORMS.items() if form == (_TRACED[self.bits], self.scales))
         at_once = min(self.chunk, max(_blocks(group) for group in packed) * BLOCK)
         return replace(
             layout, groups=groups, graph=(*layout.graph, word), dequantised=at_once,
@@ -72,8 +75,8 @@ class QuantizedBase(Technique):
         yield replace(scale, name=f"{group.name}.mean", numel=1, bits=32)
 
     def _tables(self) -> Iterator[ParamGroup]:
-        if self.bits == 4:
-            yield ParamGroup("tables.pairs", 256, 1, 64, False, "scale")
+        for name, (numel, bits) in _TABLES[self.bits].items():
+            yield ParamGroup(f"tables.{name}", numel, 1, bits, False, "scale")
         if self.scales == "double":
             yield ParamGroup("tables.dynamic", 256, 1, 32, False, "scale")
 
@@ -90,7 +93,7 @@ class QuantizedBase(Technique):
         from ..run import blocks_of, is_linear
 
         device = next(run.model.parameters()).device
-        tables = Tables(self.bits == 4, self.scales == "double", device)
+        tables = Tables(self.bits, self.scales, device)
         for block in blocks_of(run.model):
             for parent in list(block.modules()):
                 for name, child in list(parent.named_children()):
