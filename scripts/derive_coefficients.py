@@ -26,6 +26,7 @@ EIGHT = (QuantizedBase(8), Lora(1))
 # By how many plans have them: adapters on weights of 16 bits, on those of 32, everything trained, four bits, the rest.
 FIRST = (("bf16", LORA), ("bf16_mixed", LORA), ("bf16_mixed", FULL), ("bf16", QLORA))
 BY_MODEL = ("deepseek_v2", "deepseek_v3")
+FINER = ("llama",)  # families of which finer kinds of checkpointing are shipped, for what most plans have
 
 
 def graphs() -> Iterator[list[Technique]]:
@@ -46,6 +47,9 @@ def wanted(families: list[str]) -> Iterator[tuple[str, str, str]]:
         with contextlib.suppress(Unsuitable):
             key = coefficients.key_of(rewrite(spec, Micro(1, 1, 1), techniques))
             yield from ((name, config, kind) for kind in sorted(coefficients.kinds_of(key), reverse=True))
+            if spec.family in FINER and any(techniques[1:-2] == list(method) and Precision(kind) == techniques[0]
+                                            for kind, method in FIRST):  # fmt: skip
+                yield from ((name, config, f"{key} {kind}") for kind in coefficients.FINER)
 
 
 def main() -> None:

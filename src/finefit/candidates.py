@@ -7,7 +7,7 @@ bisection, since the peak falls with every block. Several devices are divided in
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from .batches import Batches, Work
 from .cost import seconds_per_step
@@ -18,9 +18,10 @@ from .layout import Layout, Micro, layout_of
 from .mesh import Mesh
 from .meshes import fewest_ranks, meshes, techniques_of_mesh
 from .predict import footprint
-from .spec import HardwareSpec, JobSpec, ModelSpec
+from .spec import CheckpointingKind, HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
     Accumulation,
+    ActivationOffload,
     Allocator,
     Checkpointing,
     Clipping,
@@ -36,6 +37,7 @@ from .techniques import (
     Unsuitable,
     in_order,
 )  # fmt: skip
+from .techniques.activation_offload import Away
 from .techniques.quantized_base import CHUNK, Bits, Scales
 from .units import Budget
 
@@ -43,6 +45,7 @@ LOSS_CHUNK = {"cpu": 256, "cuda": 1024}
 Method = Literal["full", "lora", "qlora"]
 _LATE = (
     Checkpointing,
+    ActivationOffload,
     FusedLoss,
     Accumulation,
     Clipping,
@@ -155,23 +158,31 @@ def candidates(question: Question, limit: int) -> Iterator[Candidate]:
                 f"memory.checkpointing: {fixed} blocks, the model has {depth}",
                 hint=f"say a number up to {depth}, or all",
             )
+        if fixed < fewest_blocks(question):
+            raise Unsuitable("activation_offload keeps nothing less without checkpointed blocks")
     for size, tokens in splits(question):
         work = question.work(size, tokens)
         if pinned is not None:
             yield candidate(question, size, tokens, work, fixed)
             continue
-        none, every = (candidate(question, size, tokens, work, k) for k in (0, depth))
+        fewest = fewest_blocks(question)
+        none, every = (candidate(question, size, tokens, work, k) for k in (fewest, depth))
         yield none
         if none.predicted.total_bytes <= limit:
             continue
         yield every
-        low, high = 0, depth
+        low, high = fewest, depth
         while every.predicted.total_bytes <= limit and high - low > 1:
             middle = (low + high) // 2
             found = candidate(question, size, tokens, work, middle)
             low, high = (low, middle) if found.predicted.total_bytes <= limit else (middle, high)
         if high < depth:
             yield candidate(question, size, tokens, work, high)
+
+
+def fewest_blocks(question: Question) -> int:
+    """Blocks that must be checkpointed: one, where what is kept of such blocks is offloaded."""
+    return int(question.setting("activation_offload") in get_args(Away))
 
 
 def most_blocks(question: Question) -> int:
@@ -263,7 +274,7 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
     if job.pin("packing") != "false":
         chosen.append(Packing())
     if checkpointed:
-        chosen.append(Checkpointing(checkpointed))
+        chosen += _recomputing(question, checkpointed)
     chunk = int(job.pin("loss_chunk") or LOSS_CHUNK[kind])
     if chunk:
         chosen.append(FusedLoss(chunk))
@@ -302,6 +313,13 @@ def offload_of(question: Question, key: str) -> Literal["host", "disk"] | None:
     if place == "host" and question.hardware.kind == "cpu":
         raise Unsuitable(f"a CPU's memory is the host's: memory.{key}=disk takes off it what the host would take")
     return cast(Literal["host", "disk"], place) if place in ("host", "disk") else None
+
+
+def _recomputing(question: Question, blocks: int) -> Iterator[Technique]:
+    """How so many blocks are checkpointed, and where what they keep is meanwhile."""
+    yield Checkpointing(blocks, cast(CheckpointingKind, question.setting("checkpointing_kind") or "block"))
+    if place := offload_of(question, "activation_offload"):
+        yield ActivationOffload(place)
 
 
 def precision_of(question: Question) -> Precision:

@@ -27,6 +27,8 @@ from .spec import digest
 SHIPPED = Path(__file__).parent / "catalog" / "coefficients"
 _PART = "coefficients"  # of the user's cache: traces of their own
 Sections = list[dict[str, Any]]
+FINER = ("attention", "mlp", "selective")
+"""What is traced of a block that is not checkpointed as a whole."""
 
 
 def key_of(layout: Layout) -> str:
@@ -42,7 +44,10 @@ def key_of(layout: Layout) -> str:
 
 
 def sections_for(layout: Layout, checkpointed: str) -> Sections:
-    """Sections of the graph with no block (``plain``) or every block (``checkpointed``) checkpointed, or of ``eval``."""
+    """Sections of the graph with no block (``plain``) or every block (``checkpointed``) checkpointed, or of ``eval``.
+
+    Blocks that are checkpointed in another way are other kinds: those of ``FINER``.
+    """
     key = _with_kind(key_of(layout), checkpointed)
     if (found := _known(layout).get(key)) is not None:
         return found  # type: ignore[no-any-return]
@@ -65,7 +70,7 @@ def _with_kind(key: str, kind: str) -> str:
 def is_traced(layout: Layout) -> bool:
     """Whether the layout's graph is at hand, plain and checkpointed, without a trace."""
     key = key_of(layout)
-    return {f"{key} plain", f"{key} checkpointed"} <= _known(layout).keys()
+    return {f"{key} plain", f"{key} {layout.recomputed}"} <= _known(layout).keys()
 
 
 def evaluation_is_traced(layout: Layout) -> bool:

@@ -8,6 +8,7 @@ ranking plans; absolute values are as good as the rates.
 
 from dataclasses import dataclass
 
+from . import recompute
 from .batches import Work
 from .layout import Layout
 from .spec import HardwareSpec
@@ -66,6 +67,7 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     """Seconds of one optimizer step with the mean work of the run, of one rank's share of it."""
     mesh = layout.mesh
     busy = _blocks_s(layout, work, hardware) / (mesh.tensor * mesh.stages)
+    busy += recompute.offloading_s(layout, work, hardware, busy)
     shards = mesh.shards if mesh.stage else 1
     trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / (shards * mesh.stages)
     if layout.gradients_on != "device":  # they go as they come
@@ -94,24 +96,25 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     rows = work.mean_tokens / max(work.mean_steps, 1e-9)
     rate = hardware.flops_per_s(_dtype(layout)) * on.peak_share * rows / (rows + on.half_rows)
     depth = layout.model.num_hidden_layers
-    again = layout.checkpointed / depth
-    products = _linear_flops(layout, again) * work.mean_tokens + _head_flops(layout, work)
-    attention = 2 * layout.model.q_width * work.mean_square * depth * (1 + again + 2.5) / on.attention_share
-    scores = layout.model.num_attention_heads * work.mean_square * depth * (1 + again / 3) * on.score_bytes
+    made_again = recompute.again(layout)
+    again, attended = made_again.rest, made_again.attention
+    products = _linear_flops(layout, made_again.products) * work.mean_tokens + _head_flops(layout, work)
+    attention = 2 * layout.model.q_width * work.mean_square * depth * (1 + attended + 2.5) / on.attention_share
+    scores = layout.model.num_attention_heads * work.mean_square * depth * (1 + attended / 3) * on.score_bytes
     # a tensor-parallel rank makes as many calls as a device alone
     calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.mesh.tensor
-    calls += work.mean_tokens / _QUERY_ROWS * depth * (1 + again / 3) * on.rows_s
+    calls += work.mean_tokens / _QUERY_ROWS * depth * (1 + attended / 3) * on.rows_s
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
     moved += on.low_rank_passes * work.mean_tokens * _low_rank_bytes(layout) * (1 + again / 4)
     moved += (scores + _loss_bytes(layout, work, on)) * layout.element_bytes / 2
-    moved += _weight_bytes(layout, work, on, again)
+    moved += _weight_bytes(layout, work, on, made_again.products)
     traffic = moved / hardware.bandwidth_bytes_per_s
     return (products + attention) / rate + calls + traffic + _dequantising_s(layout, work, hardware)
 
 
 def _dequantising_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Each quantised weight is brought back forward, backward and where its block is computed again."""
-    times = work.mean_steps * (2 + layout.checkpointed / layout.model.num_hidden_layers)
+    times = work.mean_steps * (2 + recompute.again(layout).rest)
     seconds = 0.0
     for g in layout.groups:
         if g.role == "linear" and g.bits in _DEQUANTISED_BYTES:

@@ -9,7 +9,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast, get_args
 
-from .candidates import ADAPTED, METHODS, Candidate, Method, Question, candidate, rewrite, splits, techniques_of
+from .candidates import (
+    ADAPTED,
+    METHODS,
+    Candidate,
+    Method,
+    Question,
+    candidate,
+    fewest_blocks,
+    rewrite,
+    splits,
+    techniques_of,
+)  # fmt: skip
 from .coefficients import is_traced
 from .ladder import single, turned_on
 from .mesh import Mesh
@@ -49,7 +60,7 @@ def _enough(question: Question, plan: Plan, beside: "_Beside") -> Iterator[str]:
     uses = f"{format_bytes(plan.predicted.total_bytes)} of {limit}"
     if question.job.pin("checkpointing") is None:
         if beside.k:
-            fewer = max(beside.k - beside.question.mesh.stages, 0)  # every stage of a pipeline one less
+            fewer = max(beside.k - beside.question.mesh.stages, fewest_blocks(beside.question))  # every stage one less
             less = format_bytes(beside.at(fewer).predicted.total_bytes)
             yield f"checkpointing {beside.k} of {depth} blocks is enough: {uses}; {fewer} would need {less}"
         else:
@@ -92,7 +103,7 @@ class _Beside:
     def blocks(self) -> Iterator[Neighbour]:
         depth = self.question.model.num_hidden_layers
         for k in (self.k - 1, self.k + 1):
-            if 0 <= k <= depth:
+            if fewest_blocks(self.question) <= k <= depth:
                 yield self._judged(f"{k} of {depth} blocks checkpointed", self.at(k), self._fixed("checkpointing"))
 
     def sizes(self) -> Iterator[Neighbour]:
@@ -132,7 +143,7 @@ class _Beside:
         """Each exact technique that pays in time for memory, on where it is off."""
         for pair in single(self.question.hardware.kind):
             key = pair[0]
-            if self.plan.technique(key) is not None:
+            if any(key == on for t in self.plan.techniques for on, _ in t.turned_on()):
                 continue
             says = f"with {key}"
             if self.question.job.pin(key) is not None:

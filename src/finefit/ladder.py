@@ -11,11 +11,21 @@ from .techniques import Technique
 
 Rung = tuple[tuple[str, str], ...]
 # Cheapest first, each alone and then together.
+_INPUTS = {place: ("activation_offload", place) for place in ("host", "disk")}
+_NESTED = ("checkpointing_kind", "nested")
 _STEP = ("fused_backward_step", "true")
 _STATES = {place: ("optimizer_offload", place) for place in ("host", "disk")}
 RUNGS: dict[str, tuple[Rung, ...]] = {
-    "cpu": ((_STEP,), (_STATES["disk"],), (_STEP, _STATES["disk"])),
-    "cuda": ((_STEP,), (_STATES["host"],), (_STATES["disk"],)),
+    "cpu": ((_INPUTS["disk"],), (_NESTED,), (_STEP,), (_STATES["disk"],), (_INPUTS["disk"], _STATES["disk"])),
+    "cuda": (
+        (_INPUTS["host"],),
+        (_INPUTS["disk"],),
+        (_NESTED,),
+        (_STEP,),
+        (_STATES["host"],),
+        (_INPUTS["host"], _STATES["host"]),
+        (_INPUTS["disk"], _STATES["disk"]),
+    ),
 }
 
 
@@ -28,7 +38,8 @@ def rungs(job: JobSpec, kind: str) -> Iterator[Rung]:
 def turned_on(techniques: Sequence[Technique], job: JobSpec, kind: str) -> Rung:
     """The rung a plan with these techniques stands on."""
     keys = {key for rung in RUNGS[kind] for key, _ in rung}
-    return tuple((t.name, t.setting()) for t in techniques if t.name in keys and job.pin(t.name) is None)
+    on = (pair for t in techniques for pair in t.turned_on())
+    return tuple((key, value) for key, value in on if key in keys and job.pin(key) is None)
 
 
 def single(kind: str) -> Iterator[tuple[str, str]]:

@@ -53,6 +53,12 @@ class Layout:
     rank: int = 0
     checkpointed: int = 0
     """Decoder blocks, counted from the first, that keep their input only."""
+    recomputed: str = "checkpointed"
+    """What is traced of a checkpointed block: a kind of ``coefficients.sections_for``."""
+    nested: int = 1
+    """Checkpointed blocks of which one keeps its input, from which those of the others come."""
+    offloaded: str = ""
+    """Where the inputs of checkpointed blocks are until their backward: host or disk; else with the rest."""
     loss_chunk: int = 0
     """Rows of the vocabulary head computed at once; 0 when all logits exist together."""
     micro_steps: int = 1

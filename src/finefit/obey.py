@@ -108,6 +108,7 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
         ("", "method"): plan.method,
         ("memory", "precision"): of["precision"].kind,
         ("memory", "checkpointing"): of["checkpointing"].blocks if "checkpointing" in of else 0,
+        ("memory", "activation_offload"): of["activation_offload"].place if "activation_offload" in of else "none",
         ("memory", "packing"): "packing" in of,
         ("memory", "fused_backward_step"): "fused_backward_step" in of,
         ("memory", "fused_ops"): "fused_ops" in of,
@@ -117,6 +118,8 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
     }
     for name, absent in (("optimizer_offload", "none"), ("allocator", "default")):
         found["memory", name] = of[name].setting() if name in of else absent
+    if "checkpointing" in of:
+        found["memory", "checkpointing_kind"] = of["checkpointing"].kind
     if "clipping" in of:
         found["train", "max_grad_norm"] = of["clipping"].max_norm
     if "quantized_base" in of:

@@ -107,6 +107,15 @@ def host(layout: Layout, moments: Mapping[str, Mapping[str, int]], kind: Kind) -
     return found
 
 
+def together(one: Mapping[str, Mapping[str, int]], other: Mapping[str, Mapping[str, int]]) -> dict[str, Bytes]:
+    """Bytes of both at the moments of the first."""
+    return {
+        moment: {c: here.get(c, 0) + more.get(c, 0) for c in {**here, **more}}
+        for moment, here in one.items()
+        for more in [other.get(moment, {})]
+    }
+
+
 def _program(moment: str, kind: Kind) -> int:
     if moment == "merge":
         return MERGER

@@ -97,7 +97,7 @@ def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data |
         found = [footprint(rewrite(model, micro, plan.techniques), hardware)
                  for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
         moments["eval"] = max(found, key=lambda one: one.at("eval")).moments["eval"]
-    host = phases.host(layout, moments, hardware.kind)
+    host = phases.together(phases.host(layout, moments, hardware.kind), predicted.host)
     if data is not None:
         stores = {store.folder: store for store in (data.store, data.held_out)}.values()
         examples, tokens = sum(map(len, stores)), sum(int(store.index["tokens"]) for store in stores)

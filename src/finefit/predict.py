@@ -11,11 +11,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from . import phases
+from . import phases, recompute
 from .coefficients import evaluation_is_traced, sections_for
 from .divided import Divided, Part, parts
-from .footprint import MOMENTS, Footprint
+from .footprint import MOMENTS, STEP, Footprint
 from .layout import Layout, ParamGroup, traced_blocks
+from .recompute import Pass
 from .sections import Section, numbers
 from .spec import HardwareSpec
 from .witness import nccl_bytes
@@ -89,44 +90,44 @@ def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
     found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
     moments = {moment: found[moment] for moment in MOMENTS if moment in found}
     reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices) if hardware else 0
-    return Footprint("predicted", moments, reserved)
+    on_host = recompute.on_host(layout) if hardware and hardware.kind == "cuda" else 0
+    host = {moment: {"copies": on_host} for moment in (*STEP, "eval", "save") if on_host}
+    return Footprint("predicted", moments, reserved, host=host)
 
 
-def _walked(walk: "_Walk", passes: Iterator[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
+def _walked(walk: "_Walk", passes: Iterator[Pass]) -> dict[str, dict[str, int]]:
     """The highest composition of each moment on the way."""
-    for name, kind, times in passes:
-        if times:
-            walk.through(name, kind, times)
+    for one in passes:
+        if one.times:
+            walk.through(one)
     return walk.best
 
 
-def _itinerary(part: Part) -> Iterator[tuple[str, str, int]]:
-    """(section, kind of graph, how often) in the order of a step. The first ``checkpointed`` blocks are so."""
-    depth, k = part.layout.depth, part.checkpointed
-    outer, first = ("checkpointed" if k >= n else "plain" for n in (depth, 1))
+def _itinerary(part: Part) -> Iterator[Pass]:
+    """The sections in the order of a step. The first ``checkpointed`` blocks are so."""
+    depth, k, again = part.layout.depth, part.checkpointed, part.layout.recomputed
+    outer, first = (again if k >= n else "plain" for n in (depth, 1))
     blocks: list[tuple[int, str, int]] = []
     passed = 0
     for number, times in traced_blocks(part.layout):
         kept = min(max(k - passed, 0), times)
-        blocks += [(number, "checkpointed", kept), (number, "plain", times - kept)]
+        blocks += [(number, again, kept), (number, "plain", times - kept)]
         passed += times
-    yield "forward before", first, 1  # later stages receive what the embedding gives the first
-    for number, kind, times in blocks:
-        yield f"forward {number}", kind, times
+    yield Pass("forward before", first, 1)  # later stages receive what the embedding gives the first
+    yield from recompute.forward(part.layout, blocks)
     for name in ("forward after", "loss", "backward start") if part.is_last else ():
-        yield name, outer, 1
-    for number, kind, times in reversed(blocks):
-        yield f"backward {number}", kind, times
-    yield "optimizer", outer, 1
+        yield Pass(name, outer, 1, recompute.after(part.layout) if name == "forward after" else 0)
+    yield from recompute.backward(part.layout, blocks)
+    yield Pass("optimizer", outer, 1)
 
 
-def _evaluation(part: Part) -> Iterator[tuple[str, str, int]]:
+def _evaluation(part: Part) -> Iterator[Pass]:
     """The same of a held-out micro-batch as large: forward and loss, of which nothing is kept."""
-    yield "eval before", "eval", 1
+    yield Pass("eval before", "eval", 1)
     for number, times in traced_blocks(part.layout):
-        yield f"eval {number}", "eval", times
+        yield Pass(f"eval {number}", "eval", times)
     for name in ("eval after", "eval loss") if part.is_last else ():
-        yield name, "eval", 1
+        yield Pass(name, "eval", 1)
 
 
 _NOTHING = Section({}, {}, 0)
@@ -158,7 +159,8 @@ class _Walk:
         self.tables: dict[str, Mapping[str, Section]] = {}
         self.passed: list[tuple[str, str, int]] = []
 
-    def through(self, name: str, kind: str, times: int) -> None:
+    def through(self, one: Pass) -> None:
+        name, kind, times = one[:3]
         if kind not in self.tables:
             table = self.tables[kind] = numbers(sections_for(self.layout, kind), self.again, self.sizes)
             if len(self.tables) == 1 and "held" in table:  # tables kept as buffers, in every kind the same
@@ -170,6 +172,8 @@ class _Walk:
         if section is not None and self.divided:
             section = self.divided.section(name, kind, section)
             self._turn(name)
+        if section is not None and (one.more or one.returned):
+            section = recompute.changed(section, one, recompute.input_bytes(self.layout, self.layout.micro.tokens))
         if block:
             self.passed.append((block, kind, times))
         if section is not None:

@@ -75,6 +75,7 @@ def plan_stream(
     from transformers import AutoConfig
 
     depth, pattern = layers_of(config)
+    whole = whole or any(isinstance(t, Checkpointing) and t.group > 1 for t in techniques)  # groups that are not alike
     first = next((min(t.blocks, depth) for t in techniques if isinstance(t, Checkpointing)), 0)
     shallow, some = (depth, first) if whole else pattern.shallow(depth, first)
     fitted = [replace(t, blocks=some) if isinstance(t, Checkpointing) else t for t in techniques]

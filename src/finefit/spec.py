@@ -30,6 +30,7 @@ from .hardware import HardwareSpec
 __all__ = ["BlockKind", "HardwareSpec", "JobSpec", "ModelSpec", "Parameter", "Role", "resolve_model"]
 
 PrecisionKind = Literal["fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed"]
+CheckpointingKind = Literal["block", "attention", "mlp", "selective", "nested"]
 Role = Literal["linear", "transposed", "norm", "bias", "embedding", "head", "expert", "matrix"]
 """linear: the weight of an ``nn.Linear``; transposed: of GPT-2's ``Conv1D``, a linear stored (inputs, outputs);
 expert: a stack with one slice an expert; matrix: any other, as a router's."""

@@ -29,6 +29,7 @@ from .nn.optimizers import Optimizing
 from .poly import Poly, dominates, plus, value
 from .reading import NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
 from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
+from .spec import CheckpointingKind
 from .techniques import (
     Checkpointing,
     Clipping,
@@ -43,6 +44,9 @@ from .techniques import (
 from .techniques.quantized_base import FORMS
 
 BLOCKS = 3
+_RECOMPUTED: dict[str, CheckpointingKind] = {
+    "checkpointed": "block", "attention": "attention", "mlp": "mlp", "selective": "selective",
+}  # fmt: skip
 TRACED = ("activation", "temporary", "gradient")
 HELD = "own buffers"
 # Gemma 3 has two rotary tables, one for each kind of block: both kinds must be among the three. Granite's factor on the
@@ -342,8 +346,8 @@ def _of_key(key: str) -> tuple[Any, dict[str, Any]]:
             chosen.append(FusedOps())
         if "fused_loss" in words:
             chosen.append(FusedLoss(sizes["C"]))
-        if words[-1] == "checkpointed":
-            chosen.append(Checkpointing(_blocks(words)))
+        if words[-1] not in ("plain", "eval"):
+            chosen.append(Checkpointing(_blocks(words), _RECOMPUTED[words[-1]]))
         return chosen
 
     return techniques, flags

@@ -22,6 +22,7 @@ from finefit.techniques import (
     DIVIDING,
     TECHNIQUES,
     Accumulation,
+    ActivationOffload,
     Allocator,
     Checkpointing,
     Clipping,
@@ -39,17 +40,23 @@ from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, me
 
 KINDS = ("fp32", "bf16", "bf16_mixed", "fp16_mixed")
 ONE_OF_EACH = (
-    QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), FusedLoss(32),
-    Allocator("expandable"), Accumulation(2, most_steps=2), Clipping(0.5), OptimizerOffload("disk", "disk"),
-    Allocator("expandable"), Accumulation(2, most_steps=2), Clipping(0.5), FusedBackwardStep(),
+    QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), ActivationOffload("disk"),
+    FusedLoss(32), Accumulation(2, most_steps=2), Clipping(0.5), OptimizerOffload("disk", "disk"), FusedBackwardStep(),
+    Allocator("expandable"),
 )  # fmt: skip
 # What is not exact together, and refused.
 UNSUITED = tuple({other, FusedBackwardStep} for other in (Accumulation, Clipping, OptimizerOffload))
-SETS = [
-    (),
-    *((t,) for t in ONE_OF_EACH),
-    *(pair for pair in itertools.combinations(ONE_OF_EACH, 2) if set(map(type, pair)) not in UNSUITED),
-]
+
+
+def with_needed(*techniques):
+    """What a technique cannot be without stands beside it: the offload, checkpointed blocks."""
+    kinds = [type(t) for t in techniques]
+    alone = ActivationOffload in kinds and Checkpointing not in kinds
+    return (*techniques, Checkpointing(4)) if alone else techniques
+
+
+PAIRS = [pair for pair in itertools.combinations(ONE_OF_EACH, 2) if set(map(type, pair)) not in UNSUITED]
+SETS = list(dict.fromkeys([(), *(with_needed(t) for t in ONE_OF_EACH), *(with_needed(*pair) for pair in PAIRS)]))
 MOMENTS = ("forward_end", "loss", "backward_peak", "optimizer_step")
 # The trace spreads the few scalars of the global norm that are not one a gradient over the gradients.
 NORMS = 8  # bytes, and one for every eighth gradient

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..errors import ConfigError
-from ..spec import PrecisionKind
+from ..spec import CheckpointingKind, PrecisionKind
 from ..units import MOST_BYTES, parse_budget
 
 #: Budgets are only read against a real device by the plan; for their spelling any device will do that is larger than
@@ -178,6 +178,14 @@ class Memory(_Section):
     checkpointing: Annotated[Auto | Literal["all"] | Count, BeforeValidator(_checkpointing)] = Field(
         default="auto", description="blocks whose activations are recomputed: a number, all, none"
     )
+    checkpointing_kind: Auto | CheckpointingKind = Field(
+        default="auto",
+        description="what of such a block is recomputed: block (all), attention, mlp, selective (all but products and "
+        "attention); nested recomputes twice, in groups that keep one input",
+    )
+    activation_offload: Offload = Field(
+        default="auto", description="where what checkpointed blocks keep waits for backward: none, host, disk"
+    )
     packing: Auto | bool = Field(
         default="auto", description="several examples in one row, none padded to a common length"
     )
@@ -277,6 +285,8 @@ _SPELLINGS: dict[str, str] = {
     "memory.precision": "bf16 fp16 pure_bf16 dtype torch_dtype",
     "memory.checkpointing": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
     " disable_gradient_checkpointing",
+    "memory.checkpointing_kind": "recompute_granularity selective_ac_option",
+    "memory.activation_offload": "enable_activation_offloading activation_offloading",
     "memory.packing": "sample_packing neat_packing padding_free",
     "memory.fused_ops": "use_liger_kernel enable_liger_kernel",
     "memory.optimizer_offload": "offload_optimizer cpu_offload optimizer_in_cpu fsdp_offload_params",

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .recomputed import once
+
 QUERY_BLOCK = 128  # rows; 1024 keys x 128 rows x 9 heads in bf16 are 2.3 MiB and stay in cache (128 beat 256 and 512)
 
 
@@ -25,11 +27,7 @@ class SegmentAttention(torch.autograd.Function):
     def forward(ctx: Any, q_tnd: Tensor, k_tmd: Tensor, v_tmd: Tensor, bounds: tuple[int, ...], form: "Form") -> Tensor:
         ctx.save_for_backward(q_tnd, k_tmd, v_tmd)
         ctx.bounds, ctx.form = bounds, form
-        ahead = _ahead(q_tnd, bounds)
-        out = torch.empty(*q_tnd.shape[:2], v_tmd.shape[2], dtype=q_tnd.dtype, device=q_tnd.device)
-        for block in _blocks(bounds, form):
-            _attend(block, form, ahead, (q_tnd, k_tmd, v_tmd), out)
-        return out
+        return once(lambda: _attention((q_tnd, k_tmd, v_tmd), bounds, form))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -40,6 +38,15 @@ class SegmentAttention(torch.autograd.Function):
         for block in _blocks(ctx.bounds, ctx.form):
             _attend_backward(block, ctx.form, ahead, (q_tnd, k_tmd, v_tmd, grads[0]), (dq, dk, dv))
         return dq, dk, dv, None, None
+
+
+def _attention(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], form: "Form") -> Tensor:
+    q_tnd, _k_tmd, v_tmd = qkv
+    ahead = _ahead(q_tnd, bounds)
+    out = torch.empty(*q_tnd.shape[:2], v_tmd.shape[2], dtype=q_tnd.dtype, device=q_tnd.device)
+    for block in _blocks(bounds, form):
+        _attend(block, form, ahead, qkv, out)
+    return out
 
 
 # One block is one call, so that nothing of a block is alive while the next is computed.

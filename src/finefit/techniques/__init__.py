@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .accumulation import Accumulation
+from .activation_offload import ActivationOffload
 from .allocator import Allocator
 from .base import NotAsPlanned, Technique, Unsuitable
 from .checkpointing import Checkpointing
@@ -36,6 +37,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     FusedOps,
     Packing,
     Checkpointing,
+    ActivationOffload,
     FusedLoss,
     Accumulation,
     Clipping,
@@ -47,7 +49,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
-    "DIVIDING", "TECHNIQUES", "Accumulation", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedBackwardStep", "FusedLoss",
+    "DIVIDING", "TECHNIQUES", "Accumulation", "ActivationOffload", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedBackwardStep", "FusedLoss",
     "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip

@@ -43,6 +43,10 @@ class Technique:
         """The value of its key of ``memory.*`` that turns it on so, where it has one key of its name."""
         return "true"
 
+    def turned_on(self) -> tuple[tuple[str, str], ...]:
+        """What of ``memory.*`` is on by it: (key, value) pairs."""
+        return ((self.name, self.setting()),)
+
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         """Compare what really ran, on the run and in the rehearsal's ledger, with the settings; raise NotAsPlanned."""
 

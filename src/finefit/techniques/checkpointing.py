@@ -2,19 +2,31 @@
 
 Any k of the L blocks; they are counted from the first, whose activations would wait longest for their backward. Costs
 one more forward of each such block. Non-reentrant, so it works on frozen inputs and replays dropout exactly.
+
+By kind: the whole block; its attention or its MLP alone, which then keeps its own input; ``selective``: the block, but for
+what products and attention gave (torch's selective contexts; for attention alone arXiv:2205.05198, section 5); ``nested``:
+the blocks in groups of about the root of their number, of which only the group's input is kept (arXiv:1604.06174, section
+4.2), for two more forwards instead of one.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
 from ..layout import Layout
+from ..spec import CheckpointingKind
 from .base import NotAsPlanned, Technique, Unsuitable
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from ..ledger import Ledger
     from ..run import Run
+
+# What transformers calls a block's two halves.
+_HALVES = {
+    "attention": ("self_attn", "attn", "attention", "self_attention"),
+    "mlp": ("mlp", "ffn", "block_sparse_moe", "feed_forward"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,42 +35,68 @@ class Checkpointing(Technique):
     exact = True
 
     blocks: int = 0
+    kind: CheckpointingKind = "block"
+
+    @property
+    def group(self) -> int:
+        """Blocks of a group of nested ones."""
+        return ceil(sqrt(self.blocks)) if self.kind == "nested" else 1
 
     def rewrite(self, layout: Layout) -> Layout:
         depth = layout.model.num_hidden_layers
         if self.blocks > depth:
             raise Unsuitable(f"{self.blocks} blocks to checkpoint, the model has {depth}")
-        return replace(layout, checkpointed=self.blocks)
+        if self.kind != "block" and layout.mesh.devices > 1:
+            raise Unsuitable(f"checkpointing by {self.kind} is planned for one device")
+        if self.kind in _HALVES:
+            self._half({p.name.partition(".")[0] for p, _ in layout.model.block_tensors()})
+        graph = "checkpointed" if self.kind in ("block", "nested") else self.kind
+        return replace(layout, checkpointed=self.blocks, recomputed=graph, nested=self.group)
+
+    def _half(self, names: Collection[str]) -> str:
+        """What of a block with these parts is computed again."""
+        for name in _HALVES[self.kind]:
+            if name in names:
+                return name
+        raise Unsuitable(f"a block of this model has no part that is its {self.kind}")
 
     def apply(self, run: "Run") -> None:
-        import functools
-
-        from torch.utils.checkpoint import checkpoint
-
+        from ..nn.nested import group
+        from ..nn.recomputed import recomputed, recomputed_blocks, selective
         from ..run import blocks_of
 
-        def counted(forward, *args, **kwargs):  # type: ignore[no-untyped-def]
+        def seen() -> None:
             run.evidence["block_forwards"] = run.evidence.get("block_forwards", 0) + 1
-            return forward(*args, **kwargs)
 
-        for block in list(blocks_of(run.model))[: self.blocks]:
-            # The generator's state is stored per call (5 kB): only what draws numbers needs it back.
-            draws = any(map(_draws, block.modules()))
-            forward = functools.partial(counted, block.forward)
-            block.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
+        blocks = blocks_of(run.model)
+        for block in list(blocks)[: self.blocks]:
+            if self.kind in _HALVES:
+                recomputed(block.get_submodule(self._half(dict(block.named_children()))), seen)
+            elif self.kind == "selective":
+                recomputed(block, seen, selective)
+            else:
+                recomputed(block, seen)
+        if self.kind == "nested":
+            group(recomputed_blocks(blocks), self.group)
 
     def describe(self) -> str:
-        return f"activations of {self.blocks} blocks are computed again in backward"
+        what = {
+            "block": f"activations of {self.blocks} blocks are computed again in backward",
+            "attention": f"attention of {self.blocks} blocks is computed again in backward",
+            "mlp": f"the MLP of {self.blocks} blocks is computed again in backward",
+            "selective": f"all but products and attention of {self.blocks} blocks is computed again in backward",
+            "nested": f"activations of {self.blocks} blocks are computed again in backward, twice, in groups of {self.group}",
+        }
+        return what[self.kind]
+
+    def turned_on(self) -> tuple[tuple[str, str], ...]:
+        """The number of blocks is searched, not turned on."""
+        return (("checkpointing_kind", self.kind),) if self.kind != "block" else ()
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         steps, seen = run.evidence.get("micro_steps", 0), run.evidence.get("block_forwards", 0)
-        if seen != 2 * self.blocks * steps:
+        again = self.blocks - ceil(self.blocks / self.group)  # to give the others of a group their inputs
+        if seen != (2 * self.blocks + again) * steps:
             raise NotAsPlanned(
-                f"checkpointing: {seen} forwards of {self.blocks} blocks in {steps} steps, not twice each"
+                f"checkpointing: {seen} forwards of {self.blocks} blocks in {steps} steps, not {2 * self.blocks + again} each"
             )
-
-
-def _draws(module: "Module") -> bool:
-    """Whether the module's forward draws random numbers, by the rates it keeps: of dropout, of a router's jitter."""
-    rates = {**vars(module), "dropout p": getattr(module, "p", 0.0)}
-    return any(isinstance(n, float) and n > 0 for name, n in rates.items() if "dropout" in name or "jitter" in name)
