@@ -48,7 +48,6 @@ def measure(model: str, rounds: int) -> list[dict[str, Any]]:
     from finefit.candidates import rewrite
     from finefit.layout import Micro
     from finefit.nn.optimizers import Optimizing
-    from finefit.run import trainable
     from finefit.spec import resolve_model
     from finefit.techniques import (
         ActivationOffload,
@@ -101,7 +100,7 @@ def measure(model: str, rounds: int) -> list[dict[str, Any]]:
         for row in rows:
             on(row["way_of"])
             started = time.perf_counter()
-            loop.optimizer_step(run, [batch], trainable(run.model), 1e-4)
+            loop.optimizer_step(run, [batch], 1e-4)
             row["steps_s"].append(time.perf_counter() - started)
             print(
                 f"{row['way']}: {row['steps_s'][-1]:.2f} s, {row['peak_bytes'] / 2**20:.0f} MiB",

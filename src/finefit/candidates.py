@@ -7,7 +7,7 @@ bisection, since the peak falls with every block. Several devices are divided in
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from .batches import Batches, Work
 from .cost import seconds_per_step
@@ -31,15 +31,16 @@ from .techniques import (
     Lora,
     OptimizerOffload,
     Packing,
+    ParameterOffload,
     Precision,
     QuantizedBase,
     Technique,
     Unsuitable,
     in_order,
 )  # fmt: skip
-from .techniques.activation_offload import Away
+from .techniques.parameter_offload import pinned_bytes
 from .techniques.quantized_base import CHUNK, Bits, Scales
-from .units import Budget
+from .units import Budget, format_bytes
 
 LOSS_CHUNK = {"cpu": 256, "cuda": 1024}
 Method = Literal["full", "lora", "qlora"]
@@ -182,7 +183,7 @@ def candidates(question: Question, limit: int) -> Iterator[Candidate]:
 
 def fewest_blocks(question: Question) -> int:
     """Blocks that must be checkpointed: one, where what is kept of such blocks is offloaded."""
-    return int(question.setting("activation_offload") in get_args(Away))
+    return int(question.setting("activation_offload") in ("host", "disk"))
 
 
 def most_blocks(question: Question) -> int:
@@ -238,8 +239,16 @@ def candidate(question: Question, size: int, tokens: int, work: Work, checkpoint
 def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique, ...], work: Work) -> Candidate:
     """Techniques on the work of a run: predicted for its worst micro-batch, timed for its mean."""
     layouts = [rewrite(model, micro, techniques) for micro in work.largest]
+    _check_host(hardware, pinned_bytes(layouts[0]))
     predicted = max((footprint(layout, hardware) for layout in layouts), key=lambda f: f.peak_bytes)
     return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware), layouts[0].mesh)
+
+
+def _check_host(hardware: HardwareSpec, pinned: int) -> None:
+    """Unsuitable where a GPU's host is known not to hold what is offloaded to it."""
+    if hardware.kind == "cuda" and 0 < hardware.host_memory_bytes < pinned:
+        has = format_bytes(hardware.host_memory_bytes)
+        raise Unsuitable(f"the weights take {format_bytes(pinned)} of the host's memory, which is {has}")
 
 
 def rewrite(model: ModelSpec, micro: Micro, techniques: Sequence[Technique]) -> Layout:
@@ -271,6 +280,8 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
         chosen.append(Lora(job.rank, job.alpha, job.dropout, job.targets))
     if job.pin("fused_ops") != "false":
         chosen.append(FusedOps())
+    if place := offload_of(question, "parameter_offload"):
+        chosen.append(ParameterOffload(place))
     if job.pin("packing") != "false":
         chosen.append(Packing())
     if checkpointed:

@@ -16,7 +16,7 @@ from .errors import CheckpointError, ModelError
 from .examples import tokenizer_of
 from .plan import load as load_plan
 from .session import base_of
-from .techniques import Lora, Precision, QuantizedBase
+from .techniques import Lora, ParameterOffload, Precision, QuantizedBase, Technique
 
 
 def loaded(run: Path, base: bool) -> tuple[Any, Any]:
@@ -30,8 +30,7 @@ def loaded(run: Path, base: bool) -> tuple[Any, Any]:
 
     config, plan = load(run / "config.yaml"), load_plan(run / "plan.json")
     folder = base_of(run, config)[0]
-    said = (Precision, QuantizedBase) if base else (Precision, QuantizedBase, Lora)  # a base as it was trained on
-    kept = [t for t in plan.techniques if isinstance(t, said)]
+    kept = [t for t in plan.techniques if _is_kept(t, base)]
     if plan.method == "full" and not base:
         _result(run, adapter.MODEL)
         return _model(run, kept, run), tokenizer_of(folder)
@@ -40,6 +39,15 @@ def loaded(run: Path, base: bool) -> tuple[Any, Any]:
         _result(run, adapter.ADAPTER)
         adapter.load_trained(model, run)
     return model, tokenizer_of(folder)
+
+
+def _is_kept(technique: Technique, base: bool) -> bool:
+    """What says how the model is held, here as it was trained: a base without its adapters, or all of it."""
+    if isinstance(technique, ParameterOffload) and technique.place == "host":
+        return torch.cuda.is_available()  # without a device of its own the host is where the weights are anyway
+    return isinstance(technique, (Precision, QuantizedBase, ParameterOffload)) or (
+        isinstance(technique, Lora) and not base
+    )
 
 
 def _result(run: Path, name: str) -> None:

@@ -68,6 +68,7 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     mesh = layout.mesh
     busy = _blocks_s(layout, work, hardware) / (mesh.tensor * mesh.stages)
     busy += recompute.offloading_s(layout, work, hardware, busy)
+    busy = _streaming_s(busy, layout, work, hardware) if layout.arena else busy
     shards = mesh.shards if mesh.stage else 1
     trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / (shards * mesh.stages)
     if layout.gradients_on != "device":  # they go as they come
@@ -209,3 +210,18 @@ def _elementwise_bytes(layout: Layout) -> float:
     width = 6 * model.hidden_size + 2 * model.q_width + 2 * model.kv_width + 3 * (inner or model.intermediate_size)
     fused = 1.0 if "fused_ops" in layout.graph else 1.6
     return width * fused * layout.element_bytes
+
+
+def _streaming_s(busy: float, layout: Layout, work: Work, hardware: HardwareSpec) -> float:
+    """Forward and backward where weights are streamed: every micro-batch brings the blocks' once in each of the two, beside
+    the products; nothing hides the first block, the head, and the rows of the embedding."""
+    gone = [(g, g.numel * g.count * g.bits / 8) for g in layout.groups if g.place]
+    rate, depth = hardware.offload_bytes_per_s(gone[0][0].place), layout.model.num_hidden_layers
+    blocks = sum(n_bytes for g, n_bytes in gone if g.kinds)
+    tied = layout.model.tie_word_embeddings
+    alone = sum(n_bytes for g, n_bytes in gone if not g.kinds and (tied or g.role == "head")) + blocks / depth
+    each, steps = busy / max(work.mean_steps, 1e-9), work.mean_steps
+    forward = each / (2 + layout.checkpointed / depth)
+    hidden = max(forward, blocks / rate) + max(each - forward, blocks / rate)
+    rows = work.mean_tokens * layout.model.hidden_size * layout.element_bytes
+    return steps * (hidden + alone / rate) + rows / rate

@@ -15,18 +15,18 @@ _INPUTS = {place: ("activation_offload", place) for place in ("host", "disk")}
 _NESTED = ("checkpointing_kind", "nested")
 _STEP = ("fused_backward_step", "true")
 _STATES = {place: ("optimizer_offload", place) for place in ("host", "disk")}
+_WEIGHTS = {place: ("parameter_offload", place) for place in ("host", "disk")}
 RUNGS: dict[str, tuple[Rung, ...]] = {
-    "cpu": ((_INPUTS["disk"],), (_NESTED,), (_STEP,), (_STATES["disk"],), (_INPUTS["disk"], _STATES["disk"])),
-    "cuda": (
-        (_INPUTS["host"],),
-        (_INPUTS["disk"],),
-        (_NESTED,),
-        (_STEP,),
-        (_STATES["host"],),
-        (_INPUTS["host"], _STATES["host"]),
-        (_INPUTS["disk"], _STATES["disk"]),
+    "cpu": (
+        (_INPUTS["disk"],), (_NESTED,), (_STEP,), (_STATES["disk"],), (_INPUTS["disk"], _STATES["disk"]),
+        (_WEIGHTS["disk"],), (_INPUTS["disk"], _WEIGHTS["disk"]),
     ),
-}
+    "cuda": (
+        (_INPUTS["host"],), (_INPUTS["disk"],), (_NESTED,), (_STEP,), (_STATES["host"],), (_INPUTS["host"], _STATES["host"]),
+        (_WEIGHTS["host"],), (_INPUTS["host"], _WEIGHTS["host"]), (_INPUTS["disk"], _STATES["disk"]),
+        (_WEIGHTS["disk"],), (_INPUTS["disk"], _WEIGHTS["disk"]),
+    ),
+}  # fmt: skip
 
 
 def rungs(job: JobSpec, kind: str) -> Iterator[Rung]:

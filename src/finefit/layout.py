@@ -24,6 +24,10 @@ class ParamGroup:
     role: Role | Literal["scale"]
     rows: int = 0
     """The first dimension of each, along which shards are cut; 0 where it is flat."""
+    kinds: tuple[str, ...] = ()
+    """The kinds of blocks that have one each; none outside the blocks."""
+    place: Literal["", "host", "disk"] = ""
+    """Where it is while the device does not need it; empty where it stays on the device."""
 
     def shard(self, ranks: int) -> int:
         """Elements of the largest of ``ranks`` shards of one tensor."""
@@ -77,6 +81,8 @@ class Layout:
     """Where the optimizer's states are, but for step counts where it is the device that steps."""
     gradients_on: Literal["device", "host", "disk"] = "device"
     """Where gradients are summed: what is not the device's goes there as it appears."""
+    arena: int = 0
+    """Bytes of the one storage on the device in which the groups that are elsewhere take turns."""
     mesh: Mesh = field(default_factory=Mesh)
     """How it is divided over devices; bytes are of one of them."""
 
@@ -101,12 +107,13 @@ class Layout:
 
 def layout_of(model: ModelSpec, micro: Micro) -> Layout:
     """The plain fp32 full fine-tuning of ``model``: everything trains, nothing is saved on."""
-    blocks = (_group("block.", p, count) for p, count in model.block_tensors())
+    within = {p: tuple(k.name for k in model.block_kinds() if p in k.parameters) for p, _ in model.block_tensors()}
+    blocks = (_group("block.", p, count, within[p]) for p, count in model.block_tensors())
     return Layout(model, (*blocks, *(_group("", p, 1) for p in model.outer_parameters())), micro)
 
 
-def _group(prefix: str, parameter: Parameter, count: int) -> ParamGroup:
-    return ParamGroup(prefix + parameter.name, parameter.numel, count, 32, True, parameter.role, parameter.shape[0])
+def _group(prefix: str, p: Parameter, count: int, kinds: tuple[str, ...] = ()) -> ParamGroup:
+    return ParamGroup(prefix + p.name, p.numel, count, 32, True, p.role, p.shape[0], kinds)
 
 
 def traced_blocks(layout: Layout) -> list[tuple[int, int]]:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from .catalog import structures
 from .catalog.folders import INDEX, read_config
 from .errors import ModelError
+from .nn.arena import home_of
 from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
 from .nn.quantised_linear import QuantisedWeight
-from .stored import Places
+from .nn.stores import Origin
+from .stored import Places, starts
 
 _PICK = "pick a model that finefit fits lists"
 Fill = Callable[[Any, torch.device], None]
@@ -100,8 +102,10 @@ def fill_empty(model: Any, device: torch.device) -> None:
             module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
         if stale:
             model._init_weights(module)
+    home = home_of(model)
+    home.lay(device)
     for name, parameter in list(model.named_parameters()):
-        assign(model, name, torch.empty_like(parameter, device=device))
+        assign(model, name, home.empty(name, parameter, device))
     for module in model.modules():
         if isinstance(module, Tables):
             module.reset()
@@ -138,12 +142,14 @@ def fill_random(seed: int) -> Fill:
 
     def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
-        generator = torch.Generator(device="cpu").manual_seed(seed)
+        generator, home = torch.Generator(device="cpu").manual_seed(seed), home_of(model)
         with torch.no_grad():
             for name, weight in sorted(stored_weights(model).items()):
                 scale = 1.0 / math.sqrt(weight.shape[-1]) if len(weight.shape) > 1 else 0.1
                 drawn = torch.randn(weight.shape, generator=generator) * scale
-                weight.copy_(drawn + (1.0 if len(weight.shape) == 1 and "bias" not in name else 0.0))
+                value = drawn + (1.0 if len(weight.shape) == 1 and "bias" not in name else 0.0)
+                home.put(name, weight, value)
+                del drawn, value  # or they would be there while the next ones are drawn
 
     return fill
 
@@ -153,10 +159,10 @@ def fill_from(folder: Path) -> Fill:
 
     def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
-        needed = stored_weights(model)
+        needed, home = stored_weights(model), home_of(model)
         weights = {**needed, **kept_buffers(model)}
         places, left = Places(model.config, weights), {name: weight.numel() for name, weight in weights.items()}
-        for stored, tensor in _stored(folder):
+        for stored, tensor, origin in _stored(folder):
             place = places.of(stored)
             if place.name not in weights:
                 continue
@@ -166,7 +172,7 @@ def fill_from(folder: Path) -> Fill:
                 shapes = f"{tuple(tensor.shape)} in the file, {tuple(weight.shape)} by config.json"
                 raise ModelError(f"{stored} is {shapes}", where=str(folder), hint="the files do not belong together")
             with torch.no_grad():
-                weight.copy_(tensor)
+                home.put(place.name, weight, tensor, origin)
             left[place.name] -= tensor.numel()
             del tensor  # or it would be there until the next one is
         missing = [name for name in sorted(needed) if left[name] > 0]
@@ -178,15 +184,16 @@ def fill_from(folder: Path) -> Fill:
     return fill
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's safetensors files, lazily."""
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor, Origin]]:
+    """Every tensor of the folder's safetensors files, lazily, and where it is."""
     from safetensors import SafetensorError, safe_open
 
     for path in weight_files(folder):
         try:
+            begins = starts(path)
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
-                    yield name, file.get_tensor(name)
+                    yield name, file.get_tensor(name), Origin(path, begins[name])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read these weights: {error}", where=str(path)) from error
 

@@ -112,6 +112,7 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
         ("memory", "packing"): "packing" in of,
         ("memory", "fused_backward_step"): "fused_backward_step" in of,
         ("memory", "fused_ops"): "fused_ops" in of,
+        ("memory", "parameter_offload"): of["parameter_offload"].setting() if "parameter_offload" in of else "none",
         ("memory", "loss_chunk"): of["fused_loss"].chunk if "fused_loss" in of else 0,
         ("memory", "micro_batch_size"): split.micro_batch_size,
         ("memory", "micro_batch_tokens"): split.micro_batch_tokens,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from .layout import BITS, Layout, ParamGroup
+from .techniques.parameter_offload import pinned_bytes
 
 Kind = Literal["cpu", "cuda"]
 Bytes = dict[str, int]
@@ -94,13 +95,14 @@ def _bytes(group: ParamGroup) -> int:
 def host(layout: Layout, moments: Mapping[str, Mapping[str, int]], kind: Kind) -> dict[str, Bytes]:
     """Bytes on the host by ``footprint.HOST`` at each of these moments."""
     copies, mapped = _copies(layout) if kind == "cuda" else {}, _mapped(layout)
+    pinned = pinned_bytes(layout) if kind == "cuda" else 0
     found: dict[str, Bytes] = {}
     for moment, parts in moments.items():
         tensors = sum(parts.values()) if kind == "cpu" else 0
         here = {
             "program": _program(moment, kind),
             "tensors": tensors,
-            "copies": copies.get(moment, 0),
+            "copies": copies.get(moment, 0) + (0 if moment == "merge" else pinned),
             "mapped": mapped.get(moment, 0),
         }
         found[moment] = {component: n for component, n in here.items() if n}
@@ -143,8 +145,15 @@ def _mapped(layout: Layout) -> dict[str, int]:
     model's with its adapter's."""
     trained = sum(_bytes(g) * g.count for g in layout.groups if g.trainable)
     stored = layout.model.num_parameters * _stored_bits(layout) // 8
-    found = {"load": stored, "resume": max(1, layout.state_tensors) * trained}
+    found = {"load": stored - _linked(layout), "resume": max(1, layout.state_tensors) * trained}
     return {**found, "merge": stored + trained} if layout.rank else found
+
+
+def _linked(layout: Layout) -> int:
+    """What is streamed straight from the model's files: nothing of it is mapped."""
+    return sum(
+        _bytes(g) * g.count for g in layout.groups if g.place and g.role != "scale" and g.bits == _stored_bits(layout)
+    )
 
 
 def with_data(parts: Mapping[str, Mapping[str, int]], examples: int, tokens: int) -> dict[str, Bytes]:

@@ -30,6 +30,7 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
     found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.state_tensors))
+    found["parameter"] += layout.arena
     if layout.states_on != "device":
         counts = _STEP_COUNT * sum(g.count for g in layout.groups if g.trainable)
         found["optimizer_state"] = counts if layout.gradients_on == "device" else 0
@@ -46,7 +47,7 @@ def _states(groups: tuple[ParamGroup, ...], stage: int, shards: int, state_tenso
     trained = [g for g in groups if g.trainable]
     step_counts = _STEP_COUNT * sum(g.count for g in trained)
     return {
-        "parameter": sum(held(g, 2) for g in groups),
+        "parameter": sum(held(g, 2) for g in groups if not g.place),
         "gradient": sum(held(g, 2) for g in trained),
         "optimizer_state": state_tensors * sum(held(g, 1) for g in trained) + step_counts,
     }

@@ -42,9 +42,9 @@ class Scratch:
         where = folder or writable_cache(_PART)
         where.mkdir(parents=True, exist_ok=True)
         self.folder, self._end = where, 0
-        self._file, name = tempfile.mkstemp(dir=where)
+        self.file, name = tempfile.mkstemp(dir=where)
         os.unlink(name)
-        weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, os.close, self.file)
         self._free: dict[int, list[Place]] = defaultdict(list)  # by size
 
     def reserve(self, n_bytes: int) -> Place:
@@ -65,10 +65,10 @@ class Scratch:
             return tensor
         place = self.reserve(tensor.nbytes)
         try:  # or a full disk would end the process when a page is first written
-            os.posix_fallocate(self._file, place.offset, place.n_bytes)
+            os.posix_fallocate(self.file, place.offset, place.n_bytes)
         except OSError as error:
             raise self._failed(error) from error
-        pages = mmap.mmap(self._file, place.n_bytes, offset=place.offset)
+        pages = mmap.mmap(self.file, place.n_bytes, offset=place.offset)
         made = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
         _PAGES[made.data_ptr()] = pages
         made.copy_(tensor.detach())
@@ -82,7 +82,7 @@ class Scratch:
         left, offset = _bytes_of(tensor), place.offset
         try:
             while left:
-                written = os.pwrite(self._file, left, offset)
+                written = os.pwrite(self.file, left, offset)
                 left, offset = left[written:], offset + written
         except OSError as error:
             raise self._failed(error) from error
@@ -91,18 +91,24 @@ class Scratch:
         """Fill a contiguous tensor of the host with what was put there."""
         if is_fake(tensor):
             return
-        left, offset = _bytes_of(tensor), place.offset
-        while left:
-            read = os.preadv(self._file, [left], offset)
-            if not read:
-                raise EngineError("what was written to the disk is not there any more", where=str(self.folder))
-            left, offset = left[read:], offset + read
+        if not read_whole(self.file, _bytes_of(tensor), place.offset):
+            raise EngineError("what was written to the disk is not there any more", where=str(self.folder))
 
     def _failed(self, error: OSError) -> EngineError:
         return EngineError(
             f"could not write to the disk: {error.strerror}", where=str(self.folder),
             hint="free some space there, or say none for what is offloaded to disk",
         )  # fmt: skip
+
+
+def read_whole(file: int, into: memoryview, offset: int) -> bool:
+    """Fill ``into`` from a file's bytes at ``offset``; whether there were enough of them."""
+    while into:
+        read = os.preadv(file, [into], offset)
+        if not read:
+            return False
+        into, offset = into[read:], offset + read
+    return True
 
 
 def is_fake(tensor: Tensor) -> bool:

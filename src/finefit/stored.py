@@ -6,9 +6,11 @@ alone and the older names, those of models that also see have a prefix. Its own 
 (Concatenate) are followed, and in place: a stored tensor goes straight into its part, so nothing is held twice.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -75,3 +77,11 @@ def _part(name: str, stored: str, pattern: str, converter: Any) -> Place:
     sources = converter.source_patterns
     join = (sources.index(pattern), len(sources), converter.operations[1].dim - 1) if operations[1:] else None
     return Place(name, int(found[1]), join)
+
+
+def starts(path: Path) -> dict[str, int]:
+    """Where each tensor's bytes begin in a safetensors file: after its header, whose length is the first 8 bytes."""
+    with path.open("rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(n_bytes))
+    return {n: 8 + n_bytes + entry["data_offsets"][0] for n, entry in header.items() if n != "__metadata__"}

@@ -27,6 +27,7 @@ from finefit.techniques import (
     FusedOps,
     Lora,
     Packing,
+    ParameterOffload,
     Precision,
     QuantizedBase,
 )
@@ -42,6 +43,15 @@ WAYS = {
     "qlora, one chunk": (Precision("bf16"), QuantizedBase(4, "plain", 2**20), Lora(4), *SHARED),
     "qlora in 8 bits": (Precision("bf16"), QuantizedBase(8, "double", 2**16), Lora(4), *SHARED),
     "qlora, its scales the most": (Precision("bf16"), QuantizedBase(8, "double", 2**14), Lora(64), *SHARED),
+    "streamed": (Precision("bf16"), Lora(4, dropout=0.1), ParameterOffload("disk"), *SHARED),
+    "streamed, converted": (Precision("bf16_mixed"), Lora(4), ParameterOffload("disk"), *SHARED, Checkpointing(2)),
+    "streamed qlora": (
+        Precision("bf16"),
+        QuantizedBase(4, "double", 2**14),
+        Lora(4),
+        ParameterOffload("disk"),
+        *SHARED,
+    ),
     "nothing fused": (Precision("fp32"), Packing(), Accumulation(4)),
 }
 HELD_OUT = examples_of((128, 96, 64, 32))

@@ -26,6 +26,7 @@ from finefit.techniques import (
     FusedOps,
     Lora,
     Packing,
+    ParameterOffload,
     Precision,
     Technique,
 )  # fmt: skip
@@ -207,3 +208,17 @@ def test_experts_of_any_type_are_simulated(kind: str) -> None:
     micro = Micro(64, 64, 64)
     stream = plan_stream(config, [Precision(kind), Lora(2), FusedLoss(64)], micro, "cuda")  # type: ignore[arg-type]
     assert max(stream.moments()["backward_peak"].values()) > 0
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("model", ["SmolLM2-135M", "Llama-3.1-8B"])
+def test_streamed_weights_are_simulated_without_any(model, place):
+    """The step is that of resident weights, at every moment, but for the weights themselves: one arena, counted once."""
+    spec, micro = resolve_model(model), Micro(256, 256, 256)
+    resident = [Precision("bf16"), Lora(4), FusedOps(), Packing(), FusedLoss(64), Checkpointing(4), Clipping()]
+    streamed = [*resident, ParameterOffload(place)]  # type: ignore[arg-type]
+    seen = [plan_stream(_config(model), techniques, micro).moments() for techniques in (resident, streamed)]
+    said = [states(rewrite(spec, micro, techniques))["parameter"] for techniques in (resident, streamed)]
+    for moment, parts in seen[0].items():
+        assert parts["parameter"] == said[0]
+        assert seen[1][moment] == {**parts, "parameter": said[1]}

@@ -32,6 +32,7 @@ from finefit.techniques import (
     Lora,
     OptimizerOffload,
     Packing,
+    ParameterOffload,
     Precision,
     QuantizedBase,
 )  # fmt: skip
@@ -40,19 +41,19 @@ from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, me
 
 KINDS = ("fp32", "bf16", "bf16_mixed", "fp16_mixed")
 ONE_OF_EACH = (
-    QuantizedBase(chunk=2**14), Lora(4), FusedOps(), Packing(), Checkpointing(4), ActivationOffload("disk"),
-    FusedLoss(32), Accumulation(2, most_steps=2), Clipping(0.5), OptimizerOffload("disk", "disk"), FusedBackwardStep(),
-    Allocator("expandable"),
+    QuantizedBase(chunk=2**14), Lora(4), FusedOps(), ParameterOffload("disk"), Packing(), Checkpointing(4),
+    ActivationOffload("disk"), FusedLoss(32), Accumulation(2, most_steps=2), Clipping(0.5),
+    OptimizerOffload("disk", "disk"), FusedBackwardStep(), Allocator("expandable"),
 )  # fmt: skip
 # What is not exact together, and refused.
 UNSUITED = tuple({other, FusedBackwardStep} for other in (Accumulation, Clipping, OptimizerOffload))
+# What something is of no use without: checkpointed blocks, frozen weights.
+NEEDED = ((ActivationOffload, (Checkpointing,), Checkpointing(4)), (ParameterOffload, (QuantizedBase, Lora), Lora(4)))
 
 
 def with_needed(*techniques):
-    """What a technique cannot be without stands beside it: the offload, checkpointed blocks."""
-    kinds = [type(t) for t in techniques]
-    alone = ActivationOffload in kinds and Checkpointing not in kinds
-    return (*techniques, Checkpointing(4)) if alone else techniques
+    kinds = {type(t) for t in techniques}
+    return (*techniques, *(one for kind, any_of, one in NEEDED if kind in kinds and not kinds & set(any_of)))
 
 
 PAIRS = [pair for pair in itertools.combinations(ONE_OF_EACH, 2) if set(map(type, pair)) not in UNSUITED]
@@ -176,6 +177,39 @@ def test_square_of_a_quantised_base_as_a_plan_uses_it(form, blocks, micro_steps)
     base = QuantizedBase(*FORMS[form], 2**14)
     assert_square((Precision("bf16"), base, Lora(4), FusedOps(), Packing(), FusedLoss(32), *checkpointing),
                   micro_steps=micro_steps)  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+@pytest.mark.parametrize(
+    "base", ["plain", "nf4", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "nf4")]
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_square_of_streamed_weights_as_a_plan_uses_them(base, blocks, tied):
+    """A slot is the larger part of the arena in fp32, a table in 4 bits."""
+    form = () if base == "plain" else (QuantizedBase(*FORMS[base], 2**14),)
+    checkpointing = [Checkpointing(blocks)] if blocks else []
+    used = (
+        Precision("bf16"),
+        *form,
+        Lora(4),
+        FusedOps(),
+        ParameterOffload("disk"),
+        Packing(),
+        FusedLoss(32),
+        *checkpointing,
+    )
+    config = config_of(**WIDE, tie_word_embeddings=tied, attention_bias=True, num_hidden_layers=5)
+    assert_square(used, config, micro_steps=2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_states_of_every_family(name):
+    """To the byte: stacks of experts, blocks of two kinds, norms with biases, tables of positions that stay."""
+    techniques = (Precision("bf16"), Lora(4), ParameterOffload("disk"))
+    run, batch = run_of(techniques, family_config(name)), run_of((), config_of()).collate(examples_of((8,)))
+    arena = layout_for(family_config(name), techniques, batch).arena
+    assert arena == run.model.streamed.n_bytes > 0
+    assert predict.states(layout_for(family_config(name), techniques, batch))["parameter"] == at_rest(run)["parameter"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from finefit import ladder
 from finefit.batches import FromOrder, Uniform
 from finefit.candidates import Question, candidate, rewrite, techniques_of
 from finefit.errors import ConfigError, DoesNotFit
@@ -207,8 +208,9 @@ def test_auto_comes_to_a_quantised_base_last_and_says_what_did_not_fit():
     assert "method qlora: the first of full, lora, qlora that fits" in plan.reasons
 
 
-def test_a_quantised_base_is_never_chosen_unasked():
+def test_a_quantised_base_is_never_chosen_unasked(monkeypatch):
     """Adapters on the base as it is were asked for: it does not fit, and the hint says what would."""
+    monkeypatch.setattr(ladder, "RUNGS", {"cpu": (), "cuda": ()})
     with pytest.raises(DoesNotFit) as caught:
         search(ask("270MiB", LORA))
     assert re.match(r"method=qlora (train\.max_length=\d+ )?would fit", caught.value.hint)

@@ -6,12 +6,18 @@ import re
 import pytest
 from test_search import AUTO, FULL, LAPTOP, LORA, MIB, QLORA, ask, pinned
 
-from finefit import catalog
+from finefit import catalog, ladder
 from finefit.batches import Uniform
 from finefit.errors import DoesNotFit
 from finefit.search import search
 from finefit.spec import HardwareSpec, resolve_model
 from finefit.units import format_bytes, parse_budget
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_turn_on(monkeypatch):
+    """What else a user could change, where the search has nothing of its own to turn on."""
+    monkeypatch.setattr(ladder, "RUNGS", {"cpu": (), "cuda": ()})
 
 
 def message_of(question):

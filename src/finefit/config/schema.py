@@ -203,6 +203,9 @@ class Memory(_Section):
     allocator: Literal["auto", "default", "expandable", "trimmed"] = Field(
         default="auto", description="a GPU's segments grow (expandable), a CPU's heap gives back at once (trimmed)"
     )
+    parameter_offload: Offload = Field(
+        default="auto", description="where frozen weights are that a block does not need now: none stays on the device"
+    )
     optimizer_offload: Offload = Field(
         default="auto", description="optimizer states off the device: on the host (a GPU's), on disk, none"
     )
@@ -292,6 +295,7 @@ _SPELLINGS: dict[str, str] = {
     "memory.optimizer_offload": "offload_optimizer cpu_offload optimizer_in_cpu fsdp_offload_params",
     "memory.fused_backward_step": "optimizer_in_bwd",
     "memory.budget": "gpu_memory_limit max_memory",
+    "memory.parameter_offload": "offload_param fsdp_offload_params blocks_to_swap",
 }  # fmt: skip
 
 FOREIGN: dict[str, str] = {foreign: ours for ours, spellings in _SPELLINGS.items() for foreign in spellings.split()}

@@ -20,6 +20,7 @@ from .fused_ops import FusedOps
 from .lora import Lora
 from .optimizer_offload import OptimizerOffload
 from .packing import Packing
+from .parameter_offload import ParameterOffload
 from .pipeline_parallel import PipelineParallel
 from .precision import Precision
 from .quantized_base import QuantizedBase
@@ -35,6 +36,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     DataParallel,
     Zero,
     FusedOps,
+    ParameterOffload,
     Packing,
     Checkpointing,
     ActivationOffload,
@@ -50,7 +52,7 @@ DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
     "DIVIDING", "TECHNIQUES", "Accumulation", "ActivationOffload", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedBackwardStep", "FusedLoss",
-    "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "Packing", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
+    "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "Packing", "ParameterOffload", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip
 
