@@ -30,6 +30,7 @@ from .techniques import (
     FusedOps,
     Lora,
     OptimizerOffload,
+    OptimizerStates,
     Packing,
     ParameterOffload,
     Precision,
@@ -41,6 +42,8 @@ from .techniques import (
 from .techniques.parameter_offload import pinned_bytes
 from .techniques.quantized_base import CHUNK, Bits, Scales
 from .units import Budget, format_bytes
+from .updating import CHUNK as STEPPED
+from .updating import OptimizerKind, Rounding
 
 LOSS_CHUNK = {"cpu": 256, "cuda": 1024}
 Method = Literal["full", "lora", "qlora"]
@@ -278,6 +281,10 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
         chosen.append(QuantizedBase(cast(Bits, bits), cast(Scales, scales), CHUNK[kind]))
     if job.method in ADAPTED:
         chosen.append(Lora(job.rank, job.alpha, job.dropout, job.targets))
+    optimizer, rounding = job.pin("optimizer") or "adamw", job.pin("rounding") or "nearest"
+    if (optimizer, rounding) != ("adamw", "nearest"):
+        kinds = cast(OptimizerKind, optimizer), cast(Rounding, rounding)
+        chosen.append(OptimizerStates(*kinds, STEPPED[kind]))
     if job.pin("fused_ops") != "false":
         chosen.append(FusedOps())
     if place := offload_of(question, "parameter_offload"):

@@ -29,7 +29,8 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
     try:
         with replacing_folder(final) as building:
             save_trained(run.model, building, base)
-            write_tensors(building / "optimizer.safetensors", _optimizer_tensors(run))
+            if states := _optimizer_tensors(run):  # SGD keeps none
+                write_tensors(building / "optimizer.safetensors", states)
             write_tensors(building / "random.safetensors", _generators())
             write_atomically(building / "state.json", json.dumps(_state(run, step)).encode())
             sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
@@ -53,7 +54,8 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
             warn(f"checkpoint {path.name} is damaged ({wrong})", "the one before it is used")
             continue
         load_trained(run.model, path)
-        read_tensors(path / "optimizer.safetensors", _optimizer_tensors(run))
+        if states := _optimizer_tensors(run):
+            read_tensors(path / "optimizer.safetensors", states)
         generators = _generators()
         read_tensors(path / "random.safetensors", generators)
         torch.set_rng_state(generators["cpu"])

@@ -13,6 +13,7 @@ from .batches import Work
 from .layout import Layout
 from .spec import HardwareSpec
 from .traffic import with_traffic
+from .updating import OptimizerKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,6 @@ _ON = {
 # Bytes of one allocation that the C library always asks the system for (mallopt(3), M_MMAP_THRESHOLD).
 _FRESH_FROM = 2**25
 _MULTIPLIED = ("linear", "transposed", "matrix", "expert")  # roles of tensors that activations are multiplied with
-_UPDATED = 7  # of a parameter's bytes: AdamW reads weight, gradient and two moments, and writes all but the gradient
 _HOST_BYTES_PER_S = 20e9  # a processor's memory beside a GPU, that a step on the host moves: a guess, two DDR4 channels
 _QUERY_ROWS = 128  # that attention on a CPU works on at once (nn.attention)
 _CALLS_PER_BLOCK = 120  # forward and backward
@@ -63,6 +63,16 @@ _STEP_CALLS = 8  # for each tensor that is stepped in backward: its norm, whethe
 _DEQUANTISED_BYTES, _DEQUANTISED_CALLS = {2: 22, 3: 33, 4: 25, 8: 15}, 12
 
 
+# Bytes an element that an update moves, or takes the time of. CPU: measured beside fused AdamW, whose 28 bytes they are
+# multiples of (benchmarks/results/optimizers-cpu.json). CUDA: reads and writes of the operators, each a pass; not measured.
+_UPDATED: dict[OptimizerKind, dict[str, float]] = {
+    "adamw": {"cpu": 90, "cuda": 64}, "adamw_8bit": {"cpu": 110, "cuda": 176}, "adamw_4bit": {"cpu": 110, "cuda": 178},
+    "lion": {"cpu": 40, "cuda": 44}, "lion_8bit": {"cpu": 70, "cuda": 104}, "sgd": {"cpu": 14, "cuda": 12},
+    "adafactor": {"cpu": 50, "cuda": 80}, "apollo": {"cpu": 130, "cuda": 60}, "apollo_mini": {"cpu": 40, "cuda": 32},
+}  # fmt: skip
+_BY_CHANCE = {"cpu": 60, "cuda": 180}  # more, where weights in bf16 are rounded so
+
+
 def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Seconds of one optimizer step with the mean work of the run, of one rank's share of it."""
     mesh = layout.mesh
@@ -70,25 +80,38 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     busy += recompute.offloading_s(layout, work, hardware, busy)
     busy = _streaming_s(busy, layout, work, hardware) if layout.arena else busy
     shards = mesh.shards if mesh.stage else 1
-    trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / (shards * mesh.stages)
+    divided = shards * mesh.stages
+    trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / divided
     if layout.gradients_on != "device":  # they go as they come
         busy = max(busy, work.mean_steps * trained / hardware.offload_bytes_per_s(layout.gradients_on))
     if mesh.devices > 1:
         busy = with_traffic(busy, layout, work, hardware)
-    return busy + _update_s(layout, trained, hardware)
+    return busy + _update_s(layout, trained, divided, hardware)
 
 
-def _update_s(layout: Layout, trained: float, hardware: HardwareSpec) -> float:
-    """Seconds of the update of ``trained`` bytes of weights: weight, gradient and states read and written."""
+def _update_s(layout: Layout, trained: float, divided: int, hardware: HardwareSpec) -> float:
+    """Seconds of the update of ``trained`` bytes of weights, on one of ``divided`` devices."""
     if layout.gradients_on == "device" or hardware.kind == "cpu":
-        seconds = _UPDATED * trained / hardware.bandwidth_bytes_per_s
+        seconds = _update_bytes(layout, hardware.kind) / divided / hardware.bandwidth_bytes_per_s
     else:  # the weights go back while the next are stepped
-        seconds = max(_UPDATED * trained / _HOST_BYTES_PER_S, trained / hardware.offload_bytes_per_s("host"))
+        moved = _update_bytes(layout, "cpu") / divided
+        seconds = max(moved / _HOST_BYTES_PER_S, trained / hardware.offload_bytes_per_s("host"))
     if layout.steps_in_backward:
         seconds += sum(g.count for g in layout.groups if g.trainable) * _STEP_CALLS * _ON[hardware.kind].call_s
     if layout.states_on == "disk":
-        seconds += 2 * layout.state_tensors * trained / hardware.disk_bytes_per_s
+        kept = sum(sum(layout.update.tensors(g.piece())) * g.count for g in layout.groups if g.trainable)
+        seconds += 2 * kept / divided / hardware.disk_bytes_per_s
     return seconds
+
+
+def _update_bytes(layout: Layout, kind: str) -> float:
+    """Memory traffic of the optimizer's step: fused AdamW reads four tensors of the weight's size and writes three."""
+    update = layout.update
+    trained = [(g.numel * g.count, g.bits // 8) for g in layout.groups if g.trainable]
+    if update.is_fused:
+        return sum(elements * width for elements, width in trained) * 7
+    each = _UPDATED[update.kind][kind] + (_BY_CHANCE[kind] if update.rounding == "stochastic" else 0)
+    return each * sum(elements for elements, _ in trained)
 
 
 def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:

@@ -33,6 +33,7 @@ from .techniques.quantized_base import Bits
 from .units import format_bytes
 
 _OFF = (("packing", "packing"), ("fused_ops", "fused_ops"), ("fused_loss", "loss_chunk"))  # technique, its pin
+_OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")  # those beside a plan that trains all weights
 _QUALITY = "a choice of quality, so yours"
 
 
@@ -176,6 +177,18 @@ class _Beside:
             pins = (*(pin for pin in job.pins if pin[0] != "qlora.bits"), ("qlora.bits", str(bits)))
             why = f"{_QUALITY} (qlora.bits={bits})"
             yield self._other(f"a base in {bits} bits", replace(self.question, job=replace(job, pins=pins)), why, why)
+
+    def optimizers(self) -> Iterator[Neighbour]:
+        """What other optimizers would need, where all weights train and their states are much of what is held."""
+        job = self.question.job
+        if job.method != "full":
+            return
+        chosen = job.pin("optimizer") or "adamw"
+        for kind in _OPTIMIZERS:
+            if kind != chosen:
+                pins = (*(p for p in job.pins if p[0] != "optimizer"), ("optimizer", kind))
+                why = f"{_QUALITY} (train.optimizer={kind})"
+                yield self._other(f"optimizer {kind}", replace(self.question, job=replace(job, pins=pins)), why, why)
 
     def _other(self, says: str, question: Question, why: str, fixed: str) -> Neighbour:
         """The same split and blocks for a changed question; ``why`` stands where there are no coefficients."""

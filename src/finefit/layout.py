@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from .mesh import Mesh
 from .spec import ModelSpec, Parameter, Role
+from .updating import Piece, Update
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
@@ -28,11 +29,17 @@ class ParamGroup:
     """The kinds of blocks that have one each; none outside the blocks."""
     place: Literal["", "host", "disk"] = ""
     """Where it is while the device does not need it; empty where it stays on the device."""
+    columns: int = 0
+    """The last dimension of each; 0 of a vector and where it is flat."""
 
     def shard(self, ranks: int) -> int:
         """Elements of the largest of ``ranks`` shards of one tensor."""
         rows = self.rows or self.numel
         return -(-rows // ranks) * (self.numel // rows)
+
+    def piece(self, ranks: int = 1) -> Piece:
+        """One tensor, or the largest of ``ranks`` shards of it, as an optimizer sees it."""
+        return Piece(self.shard(ranks), -(-self.rows // ranks), self.columns, self.bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +82,14 @@ class Layout:
     """Elements of a quantised weight that are brought back at once."""
     in_flight: int = 0
     """Bytes that a weight takes beside itself and the parameters while it is quantised; 0 where none is."""
-    state_tensors: int = 2
-    """Optimizer-state tensors of a trainable parameter, in its own type (AdamW: two moments)."""
     states_on: Literal["device", "host", "disk"] = "device"
     """Where the optimizer's states are, but for step counts where it is the device that steps."""
     gradients_on: Literal["device", "host", "disk"] = "device"
     """Where gradients are summed: what is not the device's goes there as it appears."""
     arena: int = 0
     """Bytes of the one storage on the device in which the groups that are elsewhere take turns."""
+    update: Update = field(default_factory=Update)
+    """The optimizer: what it keeps of what trains, and takes while it steps."""
     mesh: Mesh = field(default_factory=Mesh)
     """How it is divided over devices; bytes are of one of them."""
 
@@ -113,7 +120,8 @@ def layout_of(model: ModelSpec, micro: Micro) -> Layout:
 
 
 def _group(prefix: str, p: Parameter, count: int, kinds: tuple[str, ...] = ()) -> ParamGroup:
-    return ParamGroup(prefix + p.name, p.numel, count, 32, True, p.role, p.shape[0], kinds)
+    columns = p.shape[-1] if len(p.shape) > 1 else 0
+    return ParamGroup(prefix + p.name, p.numel, count, 32, True, p.role, p.shape[0], kinds, columns=columns)
 
 
 def traced_blocks(layout: Layout) -> list[tuple[int, int]]:

@@ -121,6 +121,9 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
         found["memory", name] = of[name].setting() if name in of else absent
     if "checkpointing" in of:
         found["memory", "checkpointing_kind"] = of["checkpointing"].kind
+    states = of.get("optimizer_states")
+    found["train", "optimizer"] = states.kind if states else "adamw"
+    found["memory", "rounding"] = states.rounding if states else "nearest"
     if "clipping" in of:
         found["train", "max_grad_norm"] = of["clipping"].max_norm
     if "quantized_base" in of:

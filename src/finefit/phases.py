@@ -131,7 +131,9 @@ def _copies(layout: Layout) -> dict[str, int]:
     bits = _stored_bits(layout)
     plain = [g for g in layout.groups if g.role != "scale" and g.bits >= 16 and not _is_adapter(g)]
     converted = max((_bytes(g) for g in plain if g.bits != bits), default=0)
-    written = max((_bytes(g) for g in layout.groups if g.trainable), default=0)
+    written = max(
+        (max(_bytes(g), *layout.update.tensors(g.piece()), 0) for g in layout.groups if g.trainable), default=0
+    )
     found = {"load": max(converted, _drawn(layout)), "save": written}
     return {**found, "merge": _merged_at_once(layout)} if layout.rank else found
 
@@ -145,7 +147,8 @@ def _mapped(layout: Layout) -> dict[str, int]:
     model's with its adapter's."""
     trained = sum(_bytes(g) * g.count for g in layout.groups if g.trainable)
     stored = layout.model.num_parameters * _stored_bits(layout) // 8
-    found = {"load": stored - _linked(layout), "resume": max(1, layout.state_tensors) * trained}
+    kept = sum(sum(layout.update.tensors(g.piece())) * g.count for g in layout.groups if g.trainable)
+    found = {"load": stored - _linked(layout), "resume": max(trained, kept)}
     return {**found, "merge": stored + trained} if layout.rank else found
 
 

@@ -51,7 +51,8 @@ def job_of(config: Config, data: "Data | None") -> JobSpec:
         method=config.method, rank=config.lora.rank, alpha=config.lora.alpha, dropout=config.lora.dropout,
         targets=config.lora.names(), precision=config.memory.precision, global_batch_size=at.global_batch_size,
         max_length=at.max_length, longest=at.max_length, steps=at.steps or 0, seed=config.seed,
-        pins=(*config.memory.pins(), *config.qlora.pins(), ("max_grad_norm", str(at.max_grad_norm))),
+        pins=(*config.memory.pins(), *config.qlora.pins(), ("max_grad_norm", str(at.max_grad_norm)),
+              ("optimizer", at.optimizer)),
     )  # fmt: skip
     if data is None:
         return job

@@ -19,9 +19,9 @@ from .layout import Layout, ParamGroup, traced_blocks
 from .recompute import Pass
 from .sections import Section, numbers
 from .spec import HardwareSpec
+from .updating import Update
 from .witness import nccl_bytes
 
-_STEP_COUNT = 4  # one fp32 scalar a tensor
 QUERY_BLOCK = 128  # rows of one attention block: nn.attention.QUERY_BLOCK
 _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak", "optimizer": "optimizer_step",
            "eval": "eval"}  # fmt: skip
@@ -29,28 +29,51 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
-    found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.state_tensors))
+    found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.update))
     found["parameter"] += layout.arena
     if layout.states_on != "device":
-        counts = _STEP_COUNT * sum(g.count for g in layout.groups if g.trainable)
-        found["optimizer_state"] = counts if layout.gradients_on == "device" else 0
+        found["optimizer_state"] = _left(layout)
     if not layout.keeps_gradients:
         found["gradient"] = 0
     return found
 
 
+def _left(layout: Layout) -> int:
+    """Of states that are elsewhere, what stays on the device that steps: tables of codes, and single numbers of a tensor."""
+    if layout.gradients_on == "host":
+        return 0
+    pieces = [(g.piece(), g.count) for g in layout.groups if g.trainable]
+    tables = layout.update.table_bytes(piece for piece, _ in pieces)
+    return tables + sum(layout.update.scalar_bytes(piece) * count for piece, count in pieces)
+
+
 @functools.lru_cache(maxsize=1024)
-def _states(groups: tuple[ParamGroup, ...], stage: int, shards: int, state_tensors: int) -> Mapping[str, int]:
+def _states(groups: tuple[ParamGroup, ...], stage: int, shards: int, update: Update) -> Mapping[str, int]:
     def held(group: ParamGroup, since: int) -> int:
         return (group.shard(shards) if stage >= since else group.numel) * group.count * group.bits // 8
 
     trained = [g for g in groups if g.trainable]
-    step_counts = _STEP_COUNT * sum(g.count for g in trained)
+    stepped = [(g.piece(shards if stage else 1), g.count) for g in trained]
+    tables = update.table_bytes(piece for piece, _ in stepped)
     return {
         "parameter": sum(held(g, 2) for g in groups if not g.place),
         "gradient": sum(held(g, 2) for g in trained),
-        "optimizer_state": state_tensors * sum(held(g, 1) for g in trained) + step_counts,
+        "optimizer_state": tables + sum(count * sum(update.tensors(piece)) for piece, count in stepped),
     }
+
+
+def temporary_bytes(layout: Layout) -> int:
+    """What the optimizer takes beside its states while it steps, of what the device has. With products in float16 it may
+    have to skip a step."""
+    mesh = layout.mesh
+    if layout.gradients_on == "host":
+        return 0
+    return _temporary(layout.groups, mesh.shards if mesh.stage else 1, layout.update, layout.half == "float16")
+
+
+@functools.lru_cache(maxsize=1024)
+def _temporary(groups: tuple[ParamGroup, ...], shards: int, update: Update, skips: bool) -> int:
+    return update.temporary_bytes((g.piece(shards) for g in groups if g.trainable), skips)
 
 
 def sizes_of(layout: Layout) -> dict[str, float]:
@@ -167,14 +190,16 @@ class _Walk:
             if len(self.tables) == 1 and "held" in table:  # tables kept as buffers, in every kind the same
                 self._add(table["held"].end, 1)
         section = self.tables[kind].get(name)
-        if name == "optimizer" and self.layout.steps_in_backward:
-            section = _NOTHING  # it is over before that
+        if self.layout.steps_in_backward:
+            section = self._stepping(name, section)
         moment, block = _place(name)
         if section is not None and self.divided:
             section = self.divided.section(name, kind, section)
             self._turn(name)
         if section is not None and (one.more or one.returned):
             section = recompute.changed(section, one, recompute.input_bytes(self.layout, self.layout.micro.tokens))
+        if name == "optimizer" and not self.layout.steps_in_backward:
+            section = self._stepped(section)
         if block:
             self.passed.append((block, kind, times))
         if section is not None:
@@ -186,6 +211,23 @@ class _Walk:
             self._add(section.end, 1)
         if not block:
             self._free_late(name)
+
+    def _stepped(self, section: Section | None) -> Section | None:
+        """With what the optimizer's rule takes, after clipping has let go of its norms."""
+        needed = temporary_bytes(self.layout)
+        if needed <= (section.top_bytes if section else 0):
+            return section
+        return Section(section.end if section else {}, {"temporary": needed}, needed)
+
+    def _stepping(self, name: str, section: Section | None) -> Section | None:
+        """Where each parameter is stepped in backward, by a rule that may take something beside what is there then."""
+        if name == "optimizer":
+            return _NOTHING  # it is over before that
+        needed = temporary_bytes(self.layout) if name.startswith("backward") else 0
+        if not needed or section is None:
+            return section
+        top = {**section.top, "temporary": section.top.get("temporary", 0) + needed}
+        return Section(section.end, top, section.top_bytes + needed)
 
     def _turn(self, name: str) -> None:
         """Where backward begins in a pipeline others are in flight; where it ends only shards of gradients are left."""

@@ -25,7 +25,20 @@ from .spec import resolve_model
 from .units import format_bytes
 
 LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
+_LION = 0.2
 BASE = "base.json"  # where the run's model is
+
+
+def peak_rate(config: Config, method: str) -> float:
+    """The peak learning rate; ConfigError where the optimizer has none of its own. Lion's step has the size of the rate in
+    every element, so its authors take a third to a tenth of AdamW's (arXiv:2302.06675, section 5)."""
+    said, optimizer = config.train.learning_rate, config.train.optimizer
+    if said != "auto":
+        return said
+    if optimizer == "sgd":
+        hint = "say train.learning_rate: its step has the size of the gradient"
+        raise ConfigError("train.optimizer=sgd has no learning rate that suits every model", hint=hint)
+    return LEARNING_RATE[method] * (_LION if optimizer.startswith("lion") else 1)
 
 
 def run_folder(config: Config) -> Path:
@@ -57,6 +70,7 @@ class Job:
 def new(config: Config, plan_file: Path | None) -> Job:
     """A new run, planned (or told by ``plan_file``), its folder made with config and plan in it."""
     folder = run_folder(config)
+    peak_rate(config, "lora")  # or there is none, and nothing is planned first
     asset = model_folder(config.model)
     tokenizer = tokenizer_of(asset.folder)
     check_base(asset.folder)

@@ -25,7 +25,7 @@ from .predict import footprint
 from .rehearse import rehearse
 from .report.folder import write_report
 from .run import Example, MicroBatch, Run, trainable
-from .session import LEARNING_RATE, Job
+from .session import Job, peak_rate
 from .spec import ModelSpec
 from .units import format_bytes
 
@@ -121,7 +121,7 @@ def _build(job: Job, log: EventLog) -> Run:
     plan = job.plan
     device = torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
     at = job.config.train
-    peak = LEARNING_RATE[plan.method] if at.learning_rate == "auto" else at.learning_rate
+    peak = peak_rate(job.config, plan.method)
     torch.manual_seed(job.config.seed)  # dropout draws from the global generator, which checkpoints keep
     run = rewritten(models.config_of(job.model_folder), plan.techniques, device)
     with watch.phase("load", run) as seen:
@@ -188,7 +188,7 @@ def _feed(job: Job, run: Run, step: int) -> list[MicroBatch]:
 
 def _pace(job: Job) -> loop.Pace:
     at, steps = job.config.train, job.data.steps
-    peak = LEARNING_RATE[job.plan.method] if at.learning_rate == "auto" else at.learning_rate
+    peak = peak_rate(job.config, job.plan.method)
     rate = loop.warmup_then_linear(peak, steps, at.warmup_steps)
     return loop.Pace(steps, rate, at.eval_every, at.save_every, at.log_every)
 

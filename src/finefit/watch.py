@@ -103,7 +103,7 @@ def tell(log: EventLog, moment: str, step: int, seen: Seen, predicted: Footprint
 
 def _held(run: Run, inputs: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     """Tensors of the run by component, those that have a storage."""
-    states = [t for p in run.model.parameters() for t in run.optimizer.held(p)]
+    states = run.optimizer.all_held()
     buffers = [tensor for tensor in run.model.buffers() if not tensor.is_meta]
     parameters = [tensor for tensor in run.model.parameters() if not tensor.is_meta]
     return {"parameter": parameters, "optimizer_state": states, "input": [*inputs, *buffers]}

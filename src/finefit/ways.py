@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 STEP = 64  # lengths that are tried are multiples of this, and at least it
 MIB = 2**20
-_MEANT = ("max_grad_norm", "qlora.bits", "qlora.scales")  # pins that say what is trained, not how memory is used
+_MEANT = (
+    "max_grad_norm",
+    "optimizer",
+    "rounding",
+    "qlora.bits",
+    "qlora.scales",
+)  # pins that say what is trained, not how memory is used
 _SMALLER: dict[str, tuple[Literal["lora", "qlora"], ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",)}
 _PRICE = {
     "lora": "adapters on a frozen base instead of all weights: a choice of quality",
@@ -74,6 +80,7 @@ def ways_out(question: "Question", trials: Trials) -> Iterator[Way]:
     yield from _bf16(also, question if not also else free, trials)
     yield from _unclipped(also, question if not also else free, trials)
     yield from _fewer_bits(also, free, trials)
+    yield from _smaller_states(also, question if not also else free, trials)
     smaller = [way for method in _SMALLER.get(question.job.method, ()) for way in _method(also, method, free, trials)]
     yield from smaller[:1]
     yield from _more_memory(question, trials)
@@ -125,6 +132,21 @@ def _fewer_bits(also: str, question: "Question", trials: Trials) -> Iterator[Way
         if found := list(_way(says, replace(question, job=replace(job, pins=pins)), trials, price)):
             yield from found
             return
+
+
+def _smaller_states(also: str, question: "Question", trials: Trials) -> Iterator[Way]:
+    """AdamW's moments in 8 bits where all weights train and nothing else was said, with weights in bf16 if need be."""
+    job = question.job
+    if job.method != "full" or job.pin("optimizer") not in (None, "adamw"):
+        return
+    other = replace(job, pins=(*(p for p in job.pins if p[0] != "optimizer"), ("optimizer", "adamw_8bit")))
+    price = "moments are rounded to 8 bits: a choice of quality"
+    alone = list(_way(f"{also}train.optimizer=adamw_8bit", replace(question, job=other), trials, price))
+    yield from alone
+    if not alone and job.precision == "auto" and question.hardware.supports_bf16:
+        both = replace(question, job=replace(other, precision="bf16"))
+        price = "updates are rounded to bf16, moments to 8 bits: a choice of quality"
+        yield from _way(f"{also}train.optimizer=adamw_8bit memory.precision=bf16", both, trials, price)
 
 
 def _shorter(says: str, question: "Question", trials: Trials, price: str) -> Iterator[Way]:

@@ -26,6 +26,7 @@ from finefit.techniques import (
     FusedLoss,
     FusedOps,
     Lora,
+    OptimizerStates,
     Packing,
     ParameterOffload,
     Precision,
@@ -37,6 +38,9 @@ SHARED = (FusedOps(), Packing(), FusedLoss(32), Accumulation(4))
 WAYS = {
     "full": (Precision("bf16_mixed"), *SHARED),
     "full in bf16": (Precision("bf16"), *SHARED),
+    "full, moments in 8 bits": (Precision("bf16_mixed"), OptimizerStates("adamw_8bit"), *SHARED),
+    "full, nothing kept": (Precision("bf16"), OptimizerStates("sgd", "stochastic"), *SHARED),
+    "full, rows and columns": (Precision("bf16"), OptimizerStates("adafactor"), *SHARED),
     "checkpointed": (Precision("bf16_mixed"), *SHARED, Checkpointing(2)),
     "lora": (Precision("bf16"), Lora(4, dropout=0.1), *SHARED),
     "qlora": (Precision("bf16"), QuantizedBase(4, "double", 2**14), Lora(4), *SHARED),

@@ -319,7 +319,7 @@ def test_axolotl_qlora(tmp_path: Path) -> None:
         "model": "org/base-8b", "method": "qlora", "qlora.bits": 4, "qlora.scales": "double", "lora.rank": 32, "lora.alpha": 16.0, "lora.dropout": 0.0,
         "lora.targets": "all", "train.global_batch_size": 8, "train.max_length": 4000, "train.epochs": 1.0,
         "train.learning_rate": 2e-4, "train.warmup_steps": 0.03, "train.weight_decay": 0.0, "train.max_grad_norm": 1.0,
-        "seed": 42, "train.too_long": "drop",
+        "seed": 42, "train.too_long": "drop", "train.optimizer": "adamw_8bit",
     } == dict(found.wish)  # fmt: skip
     assert ("tf32",) == found.ignored
     assert 8 == config_of(found).train.global_batch_size
@@ -677,3 +677,35 @@ def test_numbers_of_files_beside_the_run_file_are_read_with_care(tmp_path: Path)
     zero = "{zero_optimization: {stage: 2, reduce_bucket_size: .inf}, tensor_parallel: {autotp_size: x}}"
     found = foreign(tmp_path, f"model_name_or_path: m\ndataset_name: d\ndeepspeed: {zero}\n").run.spread
     assert (-1, 1) == (found.bucket, found.tensor)
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "lost"),
+    [
+        ("optim: paged_adamw_8bit", "adamw_8bit", ()),
+        ("optim: adamw_torch_4bit", "adamw_4bit", ()),
+        ("optim: lion_32bit", "lion", ()),
+        ("optim: paged_lion_8bit", "lion_8bit", ()),
+        ("optim: adafactor", "adafactor", ()),
+        ("optim: sgd", "sgd", ()),
+        ("optim: adamw_torch", None, ()),
+        ("optim: adagrad", None, ("optim",)),
+        ("optim: schedule_free_adamw", None, ("optim",)),
+        ("optim: galore_adamw_8bit", None, ("optim",)),
+    ],
+)
+def test_an_optimizer_is_taken_over_where_it_is_the_same(
+    tmp_path: Path, words: str, ours: str | None, lost: tuple[str, ...]
+) -> None:
+    found = foreign(tmp_path, f"model_name_or_path: m\ndataset_name: d\n{words}\n")
+    assert dict(found.wish).get("train.optimizer") == ours
+    assert tuple(key for key in found.ignored if key == "optim") == lost
+
+
+def test_momentum_of_sgd_is_not_taken_over(tmp_path: Path) -> None:
+    text = TORCHTUNE.replace("torch.optim.AdamW", "torch.optim.SGD")
+    plain = foreign(tmp_path, text)
+    assert dict(plain.wish)["train.optimizer"] == "sgd"
+    found = foreign(tmp_path, text.replace("torch.optim.SGD", "torch.optim.SGD\n  momentum: 0.9"))
+    assert "train.optimizer" not in dict(found.wish)
+    assert "optimizer.momentum" in found.ignored

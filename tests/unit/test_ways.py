@@ -54,6 +54,10 @@ def applied(hint, question):
         job = dataclasses.replace(job, pins=(("qlora.bits", bits[1]),))
     if "memory.* " in hint:
         job = dataclasses.replace(job, pins=())
+    if optimizer := re.search(r"train\.optimizer=(\w+)", hint):
+        job = dataclasses.replace(job, pins=(*job.pins, ("optimizer", optimizer[1])))
+    if precision := re.search(r"memory\.precision=(\w+)", hint):
+        job = dataclasses.replace(job, precision=precision[1])
     if method := re.search(r"method=(\w+)", hint):
         job = dataclasses.replace(job, method=method[1])
     length = re.search(r"train\.max_length=(\d+)", hint)
@@ -75,9 +79,9 @@ def applied(hint, question):
         ("270MiB", LORA, "method=qlora"),
         ("300MiB", FULL, "method=qlora would"),
         ("230MiB", FULL, "method=qlora train.max_length="),
-        ("1GiB", FULL, "method=lora would"),
-        ("400MiB", FULL, "method=lora train.max_length="),
-        ("400MiB", pinned(FULL, packing="false"), "memory.* auto and method=lora train.max_length="),
+        ("1GiB", FULL, "train.optimizer=adamw_8bit memory.precision=bf16 would"),
+        ("430MiB", FULL, "method=lora train.max_length="),
+        ("430MiB", pinned(FULL, packing="false"), "memory.* auto and method=lora train.max_length="),
     ],
 )
 def test_the_change_it_names_really_fits(budget, job, change):
@@ -106,10 +110,13 @@ def test_the_length_it_names_is_the_longest_that_fits(budget, job):
 def test_the_ways_out_of_a_small_budget():
     """Another method is said to be a choice of quality; what is kept as it was asked for comes without one."""
     assert ways(message_of(ask("1GiB", FULL)).hint) == [
+        "train.optimizer=adamw_8bit memory.precision=bf16 would fit: 993 MiB, 222 tokens/s "
+        "(updates are rounded to bf16, moments to 8 bits: a choice of quality)",
         "method=lora would fit: 818 MiB, 309 tokens/s "
         "(adapters on a frozen base instead of all weights: a choice of quality)",
         "memory.budget=2500MiB would fit: 2.44 GiB, 210 tokens/s",
         "method=qlora would fit: 667 MiB, 282 tokens/s (adapters on a quantised base: a choice of quality)",
+        "memory.budget=2568MiB would fit: 2.51 GiB, 210 tokens/s",
     ]
 
 

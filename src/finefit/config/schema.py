@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ..errors import ConfigError
 from ..spec import CheckpointingKind, PrecisionKind
 from ..units import MOST_BYTES, parse_budget
+from ..updating import OPTIMIZERS, OptimizerKind, Rounding
 
 #: Budgets are only read against a real device by the plan; for their spelling any device will do that is larger than
 #: the largest amount there is, so that no message speaks of this one.
@@ -89,6 +90,16 @@ def _bits(value: Any) -> Any:
 
 
 Offload = Annotated[Auto | Literal["none", "host", "disk"], BeforeValidator(_place)]
+
+
+def _optimizer(value: Any) -> Any:
+    """Another tool's name for one of them is told ours."""
+    ours = OPTIMIZERS.get(value.lower()) if isinstance(value, str) else None
+    if ours:
+        raise ValueError(f"'{value}' is another tool's word; say {ours}")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_text)]
 
 
@@ -148,10 +159,14 @@ class Train(_Section):
     steps: Positive | None = Field(default=None, description="optimizer steps; wins over epochs when given")
     epochs: MoreThanZero = Field(default=1.0, description="passes over the data when steps is not given")
     learning_rate: Auto | MoreThanZero = Field(
-        default="auto", description="peak learning rate; auto is 2e-4 for lora and qlora, 2e-5 for full"
+        default="auto",
+        description="peak learning rate; auto is 2e-4 for lora and qlora, 2e-5 for full, a fifth of it for lion; sgd has none",
+    )
+    optimizer: Annotated[OptimizerKind, BeforeValidator(_optimizer)] = Field(
+        default="adamw", description="what keeps how much of each weight; never changed by the plan"
     )
     warmup_steps: NotNegative = Field(default=0.03, description="steps of warm-up; below 1 a share of all steps")
-    weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay of AdamW")
+    weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay")
     max_grad_norm: NotNegative = Field(
         default=1.0, description="clip the global gradient norm to this; 0 does not clip"
     )
@@ -197,6 +212,10 @@ class Memory(_Section):
     fused_backward_step: Auto | bool = Field(
         default="auto",
         description="step each weight in backward and free its gradient; needs max_grad_norm 0 and one micro-batch",
+    )
+    rounding: Auto | Rounding = Field(
+        default="auto",
+        description="of weights and states kept in bf16; auto is nearest, stochastic keeps small updates",
     )
     fused_ops: Auto | bool = Field(default="auto", description="finefit's own modules that keep less for backward")
 
@@ -277,6 +296,7 @@ _SPELLINGS: dict[str, str] = {
     "train.steps": "max_steps num_steps",
     "train.epochs": "num_train_epochs num_epochs",
     "train.learning_rate": "lr",
+    "train.optimizer": "optim optimizer_type optimizer_name",
     "train.warmup_steps": "warmup_ratio num_warmup_steps",
     "train.max_grad_norm": "clip_grad_norm gradient_clipping max_norm",
     "train.max_length": "cutoff_len sequence_len max_seq_length max_seq_len max_context_length model_max_length",
@@ -291,6 +311,7 @@ _SPELLINGS: dict[str, str] = {
     "memory.checkpointing_kind": "recompute_granularity selective_ac_option",
     "memory.activation_offload": "enable_activation_offloading activation_offloading",
     "memory.packing": "sample_packing neat_packing padding_free",
+    "memory.rounding": "bf16_stochastic_round stochastic_rounding",
     "memory.fused_ops": "use_liger_kernel enable_liger_kernel",
     "memory.optimizer_offload": "offload_optimizer cpu_offload optimizer_in_cpu fsdp_offload_params",
     "memory.fused_backward_step": "optimizer_in_bwd",
@@ -311,5 +332,7 @@ FOREIGN_NOTES: dict[str, str] = {
     "load_in_4bit": _QUANTISED_NOTE,
     "load_in_8bit": _QUANTISED_NOTE,
     "val_set_size": "held-out examples are named by eval_data; absent, a few are set aside",
+    "bf16_stochastic_round": "say memory.rounding: stochastic",
+    "stochastic_rounding": "say memory.rounding: stochastic",
     "warmup_ratio": "it is train.warmup_steps here, a share of all steps when below 1",
 }

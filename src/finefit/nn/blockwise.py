@@ -50,17 +50,20 @@ _BYTE = torch.arange(256)
 UPPER = torch.stack([(_BYTE & 15) << 8, (_BYTE >> 4) << 8], 1).view(torch.complex128).flatten()
 
 
-def _dynamic_codes() -> Tensor:
-    """256 values from −1 to 1, denser towards 0: a sign, a decimal exponent, the rest of the bits a fraction."""
+def dynamic_codes(exponents: int, signs: int) -> Tensor:
+    """Values from −1 to 1, denser towards 0: a sign, a decimal exponent, the rest of the bits a fraction.
+
+    With two ``signs`` there are 2^(exponents + 1) of them; with one, as many from 0 to 1.
+    """
     values = [0.0, 1.0]
-    for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1)
-        means = 10.0 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)
-        values += [*means.tolist(), *(-means).tolist()]
+    for exponent in range(exponents):
+        edges = torch.linspace(0.1, 1, 2 ** (exponent + 2 - signs) + 1)
+        means = 10.0 ** (exponent + 1 - exponents) * ((edges[:-1] + edges[1:]) / 2)
+        values += [*means.tolist(), *(-means).tolist()] if signs == 2 else means.tolist()
     return torch.tensor(sorted(values))
 
 
-DYNAMIC = _dynamic_codes()
+DYNAMIC = dynamic_codes(7, 2)
 
 
 class Tables(nn.Module):

@@ -26,6 +26,9 @@ class Mapped:
             for key, tensor in self.rule.start(parameter).items()
         }
 
+    def shared(self) -> Sequence[Tensor]:
+        return self.rule.shared()
+
     def update(self, parameters: Sequence[Parameter], states: Sequence[States], at: Mapping[str, Any]) -> None:
         for i, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
             for tensor in _tensors(states[i + 1 : i + 2]):

@@ -44,6 +44,10 @@ class Rule(Protocol):
         """
         ...
 
+    def shared(self) -> Sequence[Tensor]:
+        """Tables that the states of all parameters share; there from the first ``start`` on, and in no checkpoint."""
+        ...
+
 
 class AdamW:
     """Two moments in the parameter's own type and a step count, by torch's fused kernel (arXiv:1711.05101)."""
@@ -54,6 +58,9 @@ class AdamW:
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }
+
+    def shared(self) -> Sequence[Tensor]:
+        return ()
 
     def update(self, parameters: Sequence[Parameter], states: Sequence[States], at: Mapping[str, Any]) -> None:
         first, second, count = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
@@ -112,15 +119,18 @@ class Optimizer(torch.optim.Optimizer):
         return self.state[one] if one is not None else {}
 
     def held(self, parameter: Parameter) -> list[Tensor]:
-        """Its states that are the device's: none where it is stepped elsewhere, nor what is mapped from a disk."""
-        if self.stepped.get(parameter) is not parameter:
-            return []
-        return [t for t in self.states_of(parameter).values() if not is_mapped(t)]
+        """Its states that take memory of its device: not what is on a host beside it, or mapped from a disk."""
+        states = self.states_of(parameter).values()
+        return [t for t in states if t.device == parameter.device and not is_mapped(t)]
 
     def gradients(self) -> list[Parameter]:
         """What has a gradient to clip and to step by, when backward is over."""
         self.home.gather()
         return [one for one in self.stepped.values() if one.grad is not None]
+
+    def all_held(self) -> list[Tensor]:
+        """The same of all parameters, and the tables they share."""
+        return [*self.rule.shared(), *(t for parameter in self.stepped for t in self.held(parameter))]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

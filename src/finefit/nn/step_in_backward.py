@@ -41,6 +41,9 @@ class StepInBackward:
         parameter.register_post_accumulate_grad_hook(self._step)
         return self.rule.start(parameter)
 
+    def shared(self) -> Sequence[Tensor]:
+        return self.rule.shared()
+
     def update(self, parameters: Sequence[Parameter], states: Sequence[States], at: Mapping[str, Any]) -> None:
         self.rule.update(parameters, states, at)
 

@@ -19,6 +19,7 @@ from .fused_loss import FusedLoss
 from .fused_ops import FusedOps
 from .lora import Lora
 from .optimizer_offload import OptimizerOffload
+from .optimizer_states import OptimizerStates
 from .packing import Packing
 from .parameter_offload import ParameterOffload
 from .pipeline_parallel import PipelineParallel
@@ -35,6 +36,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     PipelineParallel,
     DataParallel,
     Zero,
+    OptimizerStates,
     FusedOps,
     ParameterOffload,
     Packing,
@@ -52,7 +54,7 @@ DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
     "DIVIDING", "TECHNIQUES", "Accumulation", "ActivationOffload", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedBackwardStep", "FusedLoss",
-    "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "Packing", "ParameterOffload", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
+    "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "OptimizerStates", "Packing", "ParameterOffload", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip
 

@@ -43,6 +43,7 @@ class Lora(Technique):
                 True,
                 "linear",
                 self.rank if half == "A" else side,
+                columns=side if half == "A" else self.rank,
             )
             for p, count in adapted
             for half, side in zip("BA" if p.role == "linear" else "AB", p.shape, strict=True)

@@ -26,8 +26,20 @@ class Optimizer:
     """Of the space that gradients of whole weights are projected into; 0: none."""
     in_backward: bool = False
 
+    def ours(self) -> str | None:
+        """Our ``train.optimizer`` that is the same, None where none is. What is paged there is held here."""
+        return _OURS.get((self.name, self.bits if self.bits in (4, 8) else 0))
+
     def bits_with(self, trained: Dtype) -> int:
         return self.bits or (32 if trained == "float32" else 16)
+
+
+_OURS = {
+    ("adamw", 0): "adamw", ("adamw", 8): "adamw_8bit", ("adamw", 4): "adamw_4bit", ("adam", 0): "adamw",
+    ("lion", 0): "lion", ("lion", 8): "lion_8bit", ("adafactor", 0): "adafactor", ("sgd", 0): "sgd",
+}  # fmt: skip
+# Words that stand for AdamW only as far as what is kept goes.
+_ALIKE = ("schedule_free_adamw", "adopt_adamw", "ao_adamw_fp8", "torchao.optim.AdamWFp8")
 
 
 def _bnb(name: str, bits: int) -> dict[bool, Optimizer]:
@@ -99,6 +111,11 @@ def named(sheet: Sheet, key: str, default: str, known: dict[str, Optimizer] = HF
     word = sheet.text(key, default)
     found = known.get(word) or known.get(word.replace("torchao.prototype.low_bit_optim.", "torchao.optim."))
     if found:
+        wished = None if word.endswith(_ALIKE) else found.ours()
+        if wished is None:
+            sheet.loses(key)
+        elif wished != "adamw":
+            sheet.wants("train.optimizer", wished)
         return found
     kind = word.removesuffix("_layerwise")
     if kind in _GALORE and known is not CLASSES:
@@ -111,6 +128,7 @@ def named(sheet: Sheet, key: str, default: str, known: dict[str, Optimizer] = HF
 def galore(sheet: Sheet, key: str, bits: int, rank: int, layerwise: bool) -> Optimizer:
     """AdamW in a low-rank space of the gradients; of each tensor inside backward where it is ``layerwise``."""
     sheet.loses(key)
+    sheet.wish.pop("train.optimizer", None)
     sheet.note(f"GaLore projects the linear layers of attention and MLP to rank {rank}")
     sheet.get("optim_target_modules")
     return Optimizer("galore_adamw", bits, rank=rank, in_backward=layerwise)

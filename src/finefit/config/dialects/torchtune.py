@@ -165,6 +165,8 @@ def _optimizer(sheet: Sheet) -> tuple[optimizers.Optimizer, bool]:
         chosen = optimizers.Optimizer(chosen.name, chosen.bits, False, chosen.paged)
     if sheet.number("optimizer.momentum", 0) and chosen.name == "sgd":
         chosen = optimizers.Optimizer("sgd_momentum", chosen.bits, chosen.foreach)
+        sheet.wish.pop("train.optimizer")
+        sheet.loses("optimizer.momentum")
     return chosen, on_host
 
 
