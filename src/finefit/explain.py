@@ -142,11 +142,12 @@ class _Beside:
 
     def turned_on(self) -> Iterator[Neighbour]:
         """Each exact technique that pays in time for memory, on where it is off."""
-        for pair in single(self.question.hardware.kind):
-            key = pair[0]
+        pairs = list(single(self.question.hardware.kind))
+        for pair in pairs:
+            key, value = pair
             if any(key == on for t in self.plan.techniques for on, _ in t.turned_on()):
                 continue
-            says = f"with {key}"
+            says = f"with {key}={value}" if sum(key == other for other, _ in pairs) > 1 else f"with {key}"
             if self.question.job.pin(key) is not None:
                 yield Neighbour(says, "not allowed", self._fixed(key))
                 continue

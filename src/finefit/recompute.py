@@ -121,9 +121,8 @@ def offloading_s(layout: Layout, work: Work, hardware: HardwareSpec, busy_s: flo
     """Seconds of a step that computing does not hide: forward hides the way out, backward the way back but the first."""
     if not layout.offloaded:
         return 0.0
-    one_way = (
-        layout.checkpointed * input_bytes(layout, work.mean_tokens) / hardware.offload_bytes_per_s(layout.offloaded)
-    )
+    rate = hardware.offload_bytes_per_s(layout.offloaded) or hardware.disk_bytes_per_s  # a link nobody knows
+    one_way = layout.checkpointed * input_bytes(layout, work.mean_tokens) / rate
     forward_s = busy_s / (3 + again(layout).rest)
     exposed = max(one_way - forward_s, 0.0) + max(one_way - (busy_s - forward_s), 0.0)
     return exposed + one_way / layout.checkpointed

@@ -138,6 +138,17 @@ def test_what_others_would_need_is_shown_beside_full_fine_tuning():
     assert not any(one.says.startswith("optimizer") for one in adapters.neighbours)
 
 
+def test_a_neighbour_that_rounds_nothing_is_not_allowed_and_ways_out_are_found():
+    job = dataclasses.replace(pinned(FULL, rounding="stochastic"), precision="bf16")
+    plan = explained(ask("100%", job), search(ask("100%", job)))
+    near = {one.says: one for one in plan.neighbours}
+    assert near["precision fp32"].why.startswith("nothing that trains is held in bf16")
+    with pytest.raises(DoesNotFit) as told:
+        search(ask("1GiB", job))
+    assert "train.optimizer=adamw_8bit would fit: " in told.value.hint
+    assert "method=lora" not in told.value.hint
+
+
 def test_a_way_out_is_8_bits_where_it_alone_is_enough():
     job = dataclasses.replace(FULL, precision="bf16_mixed", max_length=64, longest=64)
     with pytest.raises(DoesNotFit) as told:
