@@ -63,7 +63,7 @@ def _search(question: Question) -> tuple[Plan | None, list[tuple[str, list[Candi
             try:
                 looked_at = [c for divided in over_devices(asked) for c in candidates(divided, limit)]
             except Unsuitable as error:
-                unsuited = error
+                unsuited = unsuited or error  # the first: without anything turned on
                 continue  # what was tried before it argues
             fitting = [c for c in looked_at if c.predicted.total_bytes <= limit]
             if fitting:
@@ -238,7 +238,8 @@ def _least(question: Question) -> int | None:
             if asked.hardware.count > 1:
                 needed += [smallest_of(divided).predicted.total_bytes for divided in over_devices(asked)]
                 continue
-            for size, tokens in splits(asked):  # a step of one micro-batch needs no gradients beside it: all are asked
+            # A step of one micro-batch needs no gradients beside it, so all are asked; with something turned on the smallest.
+            for size, tokens in list(splits(asked))[-1 if rung else 0 :]:
                 work = asked.work(size, tokens)
                 needed.append(candidate(asked, size, tokens, work, blocks).predicted.total_bytes)
     return min(needed, default=None)

@@ -77,10 +77,12 @@ def ways_out(question: "Question", trials: Trials) -> Iterator[Way]:
         yield from _way("leave memory.* to the plan (auto)", free, trials)
         also = "memory.* auto and "
     yield from _shorter(also, free, trials, "longer examples are truncated")
-    yield from _bf16(also, question if not also else free, trials)
+    in_bf16 = list(_bf16(also, question if not also else free, trials))
+    yield from in_bf16
     yield from _unclipped(also, question if not also else free, trials)
     yield from _fewer_bits(also, free, trials)
-    yield from _smaller_states(also, question if not also else free, trials)
+    if not in_bf16:
+        yield from _smaller_states(also, question if not also else free, trials)
     smaller = [way for method in _SMALLER.get(question.job.method, ()) for way in _method(also, method, free, trials)]
     yield from smaller[:1]
     yield from _more_memory(question, trials)

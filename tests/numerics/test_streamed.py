@@ -11,6 +11,7 @@ from finefit.build import build
 from finefit.errors import EngineError
 from finefit.nn.optimizers import Optimizing
 from finefit.nn.streamed import BROUGHT
+from finefit.rehearse import rehearse
 from finefit.run import blocks_of, summed_loss
 from finefit.techniques import (
     Accumulation,
@@ -18,6 +19,7 @@ from finefit.techniques import (
     FusedLoss,
     FusedOps,
     Lora,
+    NotAsPlanned,
     Packing,
     ParameterOffload,
     Precision,
@@ -233,6 +235,34 @@ def test_a_step_that_broke_off_leaves_no_trace():
         result(run)
     block.forward = forward
     assert_equal(result(run), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_a_rehearsal_sees_that_weights_were_streamed(family):
+    """Of a family whose first blocks have no adapter too: backward ends where the first one is."""
+    lora = Lora(4) if family == "llama" else Lora(4, targets=("gate_proj",))
+    used = (Precision("bf16"), lora, DISK)
+    run = run_of(used, family_config(family))
+    rehearse(run, examples_of((60, 20)), (), used, 2)
+
+
+def test_a_rehearsal_sees_that_weights_were_not_streamed():
+    used = (Precision("bf16"), Lora(4), DISK)
+    run = run_of(used)
+    block = blocks_of(run.model)[1]
+    block._forward_pre_hooks.clear()
+    block._forward_hooks.clear()
+    with pytest.raises(AssertionError, match="backward of block 0 begins while block 2 is at work"):
+        rehearse(run, examples_of((60, 20)), (), used, 1)
+    run = run_of(used)
+    weight = blocks_of(run.model)[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(NotAsPlanned, match="in 2 places, not in one"):
+        rehearse(run, examples_of((60, 20)), (), used, 1)
+    run = run_of(used)
+    run.model.streamed.held.update(range(5))
+    with pytest.raises(NotAsPlanned, match="brought 0 times"):
+        rehearse(run, examples_of((60, 20)), (), used, 1)
 
 
 def schedule_of(run):

@@ -140,8 +140,8 @@ def test_the_step_is_taken_in_backward_where_nothing_fits_without():
 
 def test_clipping_is_never_given_up_for_a_step_in_backward():
     for job in (SHORT, pinned(SHORT, max_grad_norm=1.0)):
-        with pytest.raises(DoesNotFit):
-            search(ask("2100MiB", job))
+        plan = search(ask("2100MiB", job))
+        assert plan.technique("fused_backward_step") is None and plan.technique("clipping").max_norm == 1.0
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_a_step_in_backward_that_was_asked_for_is_refused_with_the_reason(pins, 
 
 def test_what_does_not_fit_is_argued_by_the_smallest_of_all_that_was_tried():
     """A whole batch at once, as a step in backward needs it, may take more than gradients do."""
-    message = str(search_error(ask("2GiB", pinned(FULL, max_grad_norm=0.0))).message)
-    assert "needs at least 2.51 GiB" in message
+    message = str(search_error(ask("800MiB", pinned(FULL, max_grad_norm=0.0))).message)
+    assert "needs at least 960 MiB" in message
 
 
 def search_error(question):
@@ -183,7 +183,7 @@ def test_nothing_inexact_is_chosen_unasked(budget):
 
 def test_full_training_is_never_traded_for_adapters():
     with pytest.raises(DoesNotFit):
-        search(ask("1GiB", FULL))
+        search(ask("800MiB", FULL))
     assert search(ask("4GiB", FULL)).technique("lora") is None
 
 

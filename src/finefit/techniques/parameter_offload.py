@@ -15,6 +15,7 @@ from .base import NotAsPlanned, Technique, Unsuitable
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from ..ledger import Ledger
     from ..run import Run
@@ -51,13 +52,10 @@ class ParameterOffload(Technique):
 
     def apply(self, run: "Run") -> None:
         from ..nn.arena import Arena
-        from ..nn.blockwise import Tables
         from ..nn.streamed import stream
         from ..run import blocks_of
 
-        model, blocks = run.model, blocks_of(run.model)
-        shared = {id(p) for module in model.modules() if isinstance(module, Tables) for p in module.parameters()}
-        names = {id(p): name for name, p in model.named_parameters() if not p.requires_grad and id(p) not in shared}
+        model, blocks, names = run.model, blocks_of(run.model), _frozen(run.model)
         ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())]
         inside = [{names[id(p)]: p for p in block.parameters() if id(p) in names} for block in blocks]
         tables: dict[str, Tensor] = {names[id(p)]: p for p in ends if id(p) in names}
@@ -74,15 +72,26 @@ class ParameterOffload(Technique):
         from ..run import blocks_of
 
         blocks = blocks_of(run.model)
-        frozen = [p for block in blocks for p in block.parameters() if not p.requires_grad and p.numel() > 256]
-        storages = {p.untyped_storage().data_ptr() for p in frozen}
+        within = [list(block.parameters()) for block in blocks]
+        names = _frozen(run.model)
+        storages = {p.untyped_storage().data_ptr() for ps in within for p in ps if id(p) in names}
         if len(storages) > 1:
             raise NotAsPlanned(
                 f"parameter_offload: frozen weights of the blocks are in {len(storages)} places, not in one"
             )
-        least = 2 * (len(blocks) - _SLOTS) * run.evidence.get("micro_steps", 1)
+        trained = (i for i, ps in enumerate(within) if any(p.requires_grad for p in ps))
+        both = 2 * len(blocks) - next(trained, 0)  # forward, and backward down to the first block that trains
+        least = (both - 2 * _SLOTS) * run.evidence.get("micro_steps", 1)
         if (seen := run.evidence.get(BROUGHT, 0)) < least:
             raise NotAsPlanned(f"parameter_offload: weights were brought {seen} times, not {least} or more")
+
+
+def _frozen(model: "Module") -> dict[int, str]:
+    """What does not train, by identity, but the tables of codes that quantised weights share, which stay."""
+    from ..nn.blockwise import Tables
+
+    shared = {id(p) for module in model.modules() if isinstance(module, Tables) for p in module.parameters()}
+    return {id(p): name for name, p in model.named_parameters() if not p.requires_grad and id(p) not in shared}
 
 
 def _is_streamed(layout: Layout, group: ParamGroup) -> bool:
