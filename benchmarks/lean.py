@@ -1,0 +1,166 @@
+"""The leanest run of each: transformers' Trainer and finefit, SmolLM2-135M at 1,024 tokens, global batch 16, on a CPU.
+
+    python benchmarks/lean.py [--rounds 2] [--steps 2]
+
+Both train all weights in bf16 with AdamW, the update clipped to a norm of 1, on the same rows of 1,024 tokens, all
+labelled. Trainer's leanest setting: micro-batches of one row, every block checkpointed, torch's fused AdamW; no Adafactor.
+finefit's: what its planner chooses within the budget that is given. finefit also trains QLoRA. Memory is the process's
+highest resident set beyond what it is with all libraries loaded and no model, read in runs of their own in which freed
+memory goes back to the system at once, for every tool alike; seconds come from runs without. Writes results/lean-cpu.json.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accuracy_cpu import machine
+
+HERE = Path(__file__).parent
+ROWS, LENGTH = 16, 1024
+MIB = 2**20
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+WAYS: dict[str, tuple[str, ...]] = {
+    "Trainer, full": (),
+    "finefit, full": ("method=full", "memory.precision=bf16", "memory.rounding=stochastic", "memory.budget=520MiB"),
+    "finefit, full, resident states": ("method=full", "memory.precision=bf16", "memory.optimizer_offload=none",
+                                       "memory.checkpointing=all", "memory.micro_batch_size=1"),
+    "finefit, qlora": ("method=qlora", "memory.budget=330MiB"),
+}  # fmt: skip
+
+
+def resident_at_most() -> int:
+    """VmHWM of this process, bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def rows_of(steps: int) -> list[list[int]]:
+    """The same token ids for every tool."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 49_000, (LENGTH,), generator=generator).tolist() for _ in range(ROWS * steps)]
+
+
+def trainer(model: Path, steps: int) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.at: list[float] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.at.append(time.perf_counter())
+
+    before, clock = resident_at_most(), Clock()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    rows = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in rows_of(steps)]
+    arguments = TrainingArguments(
+        output_dir="lean-trainer", per_device_train_batch_size=1, gradient_accumulation_steps=ROWS, max_steps=steps,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused",
+        learning_rate=2e-5, max_grad_norm=1.0, use_cpu=True, bf16=False, save_strategy="no", report_to=[],
+        logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    started = time.perf_counter()
+    Trainer(model=loaded, args=arguments, train_dataset=rows, callbacks=[clock]).train()
+    marks = [started, *clock.at]
+    return {
+        "before_bytes": before, "peak_bytes": resident_at_most(),
+        "steps_s": [b - a for a, b in itertools.pairwise(marks)],
+        "techniques": ["bf16", "every block checkpointed", "fused AdamW", "micro-batches of one row"],
+    }  # fmt: skip
+
+
+def finefit(model: Path, steps: int, words: tuple[str, ...]) -> dict[str, Any]:
+    import torch
+
+    from finefit import models, planning
+    from finefit.build import build
+    from finefit.config import load
+    from finefit.loop import optimizer_step
+    from finefit.nn.optimizers import Optimizing
+    from finefit.spec import resolve_model
+
+    settings = (*words, f"train.max_length={LENGTH}", f"train.global_batch_size={ROWS}", "hardware.device=cpu")
+    config = load(None, list(settings), {"model": str(model)})
+    plan = planning.make_plan(config, resolve_model(str(model)), planning.hardware_of(config, None), None)
+    before = resident_at_most()
+    run = build(
+        models.config_of(model), plan.techniques, models.fill_from(model), torch.device("cpu"), Optimizing(2e-5)
+    )
+    seconds = []
+    for step in range(steps):
+        examples = [(ids, [1] * LENGTH) for ids in rows_of(steps)[step * ROWS : (step + 1) * ROWS]]
+        started = time.perf_counter()
+        batches = [run.collate([examples[i] for i in group]) for group in run.split([LENGTH] * ROWS)]
+        optimizer_step(run, batches, 2e-5)
+        seconds.append(time.perf_counter() - started)
+    return {
+        "before_bytes": before, "peak_bytes": resident_at_most(), "steps_s": seconds,
+        "predicted_peak_bytes": plan.predicted.peak_bytes, "techniques": [t.describe() for t in plan.techniques],
+    }  # fmt: skip
+
+
+def one(way: str, given: argparse.Namespace, measure: str) -> dict[str, Any]:
+    from finefit.environment import STEADY
+
+    command = [sys.executable, __file__, "--one", way, "--model", str(given.model), "--steps", str(given.steps)]
+    environment = {**os.environ, **STEADY, **(_MALLOC if measure == "memory" else {})}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{way} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    above = (found["peak_bytes"] - found["before_bytes"]) / MIB
+    print(f"{way}, {measure}: {above:.0f} MiB, {min(found['steps_s']):.1f} s a step", file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--one", choices=WAYS, default=None, help="in this process")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "lean-cpu.json")
+    given = parser.parse_args()
+    if given.model is None:
+        from finefit import assets
+
+        given.model = assets.model_folder("SmolLM2-135M-Instruct").folder
+    if given.one:
+        words = WAYS[given.one]
+        found = finefit(given.model, given.steps, words) if words else trainer(given.model, given.steps)
+        print(json.dumps(found))
+        return
+    memory = {way: one(way, given, "memory") for way in WAYS}
+    speed: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(given.rounds):
+        for way, seconds in speed.items():
+            seconds += one(way, given, "speed")["steps_s"][1:]
+    rows = [
+        {
+            "way": way, "settings": list(WAYS[way]), "techniques": found["techniques"],
+            "peak_above_libraries_bytes": found["peak_bytes"] - found["before_bytes"],
+            "predicted_peak_bytes": found.get("predicted_peak_bytes"), "steps_s": speed[way],
+            "tokens_per_s": ROWS * LENGTH / statistics.median(speed[way]) if speed[way] else None,
+        }
+        for way, found in memory.items()
+    ]  # fmt: skip
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
+    given.out.write_text(json.dumps({
+        "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit.strip(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")}, "rows": rows,
+    }, indent=1) + "\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
