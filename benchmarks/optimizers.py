@@ -31,7 +31,6 @@ from finefit.loop import optimizer_step
 from finefit.nn.optimizers import Optimizer, Optimizing
 from finefit.nn.rules import rule_of
 from finefit.predict import states
-from finefit.run import trainable
 from finefit.spec import ModelSpec
 from finefit.techniques import Accumulation, Clipping, FusedLoss, FusedOps, OptimizerStates, Packing, Precision
 from finefit.updating import OptimizerKind, Rounding, Update
@@ -100,7 +99,7 @@ def trained(way: tuple[OptimizerKind, str, Rounding], folder: Path, steps: list[
     before, losses = evaluate.held_out_loss(run, held_out)[0], []
     for rows in steps:
         batches = [run.collate([rows[i] for i in group]) for group in run.split([len(ids) for ids, _ in rows])]
-        losses.append(optimizer_step(run, batches, trainable(run.model), rate)[0])
+        losses.append(optimizer_step(run, batches, rate)[0])
     return {"learning_rate": rate, "held_out_before": before, "held_out_after": evaluate.held_out_loss(run, held_out)[0],
             "losses": losses}  # fmt: skip
 

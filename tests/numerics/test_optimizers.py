@@ -16,7 +16,6 @@ from finefit.nn.low_bit import CODES, decoding, encoding
 from finefit.nn.optimizers import Optimizer, Optimizing
 from finefit.nn.rules import rule_of
 from finefit.nn.work import Work, mixed, piece_of
-from finefit.run import trainable
 from finefit.techniques import Clipping, FusedLoss, OptimizerStates, Packing, Precision
 from finefit.updating import OptimizerKind, Update
 from tiny import examples_of, relative_error, run_of
@@ -377,7 +376,7 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path, kind, precision, roundin
     def train(run, steps):
         for step in steps:
             batch = run.collate(examples_of((60, 30), seed=step))
-            optimizer_step(run, [batch], trainable(run.model), 1e-3)
+            optimizer_step(run, [batch], 1e-3)
 
     torch.manual_seed(0)
     whole = run_of(used)
