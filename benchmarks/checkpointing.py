@@ -154,11 +154,11 @@ WORDS = {
     "en": ("| what | peak | predicted | processor time |", "none", "{k} of {n} blocks", {
         "attention": "attention of all", "mlp": "MLP of all", "selective": "selective, all", "nested": "nested, all",
         "on disk": "all, inputs on disk",
-    }, "{machine}, {date}; {tokens:,} tokens, LoRA in bf16; time against none, least of {n} interleaved steps."),
+    }, "{machine}, {date}; {tokens:,} tokens, LoRA in bf16; time against none, least of {n} interleaved steps; load of the machine {load}."),
     "zh": ("| 方式 | 峰值 | 预测 | 处理器时间 |", "不重算", "{k} / {n} 块", {
         "attention": "所有块的注意力", "mlp": "所有块的 MLP", "selective": "selective，所有块", "nested": "nested，所有块",
         "on disk": "所有块，输入在磁盘",
-    }, "{machine}，{date}；{tokens:,} 个词元，bf16 LoRA；时间与不重算相比，取 {n} 次交错步中最少的。"),
+    }, "{machine}，{date}；{tokens:,} 个词元，bf16 LoRA；时间与不重算相比，取 {n} 次交错步中最少的；机器负载 {load}。"),
 }  # fmt: skip
 SHOWN: dict[str, Callable[[dict[str, Any]], bool]] = {
     "checkpointing": lambda row: not row["place"],
@@ -175,7 +175,13 @@ def table(made: dict[str, Any], page: str, language: str) -> str:
         says = finer.get(row["way"]) or (some.format(k=row["blocks"], n=BLOCKS[-1]) if row["blocks"] else none)
         peak, told = (f"{row[key] / 2**20:.1f} MiB" for key in ("peak_bytes", "predicted_bytes"))
         lines.append(f"| {says} | {peak} | {told} | {row['times']:.2f} |")
-    about = {"machine": made["machine"], "date": made["date"], "tokens": sum(LENGTHS), "n": len(rows[0]["steps_s"])}
+    about = {
+        "machine": made["machine"],
+        "date": made["date"],
+        "tokens": sum(LENGTHS),
+        "n": len(rows[0]["steps_s"]),
+        "load": made["load"],
+    }
     return "\n".join([*lines, "", caption.format(**about)])
 
 
@@ -207,7 +213,7 @@ def main() -> None:
         raise SystemExit("the measurement failed")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     made = {
-        "commit": commit.stdout.strip(), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(), "machine": machine(), "load": round(os.getloadavg()[2], 1), "date": time.strftime("%Y-%m-%d"),
         "versions": {name: version(name) for name in ("torch", "transformers")}, "rows": json.loads(done.stdout),
     }  # fmt: skip
     write(made)
