@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_cpu import machine
 from torch import Tensor
+
+from accuracy_cpu import machine
 
 HERE = Path(__file__).parent
 RESULT, ROUNDING = HERE / "results" / "base-bits-cpu.json", HERE / "results" / "base-rounding.json"

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_cpu import machine
-
 from finefit import phases
 from finefit.batches import Uniform
 from finefit.candidates import Question, rewrite

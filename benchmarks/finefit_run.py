@@ -20,7 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from accuracy_cpu import machine
-
 from job import (
     ALPHA,
     GLOBAL_BATCH,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_cpu import machine
 
+from accuracy_cpu import machine
 from finefit import assets, examples, models
 from finefit.build import build
 from finefit.config import load

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_cpu import machine
 
+from accuracy_cpu import machine
 from finefit import assets, candidates, examples, models, predict, trace
 from finefit.build import build
 from finefit.config import load

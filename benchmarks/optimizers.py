@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from accuracy_cpu import machine
 from torch.nn import Parameter
 
+from accuracy_cpu import machine
 from finefit import assets, evaluate, examples, models
 from finefit.build import build
 from finefit.candidates import rewrite

@@ -309,9 +309,9 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
 
 def _sums_on(question: Question, place: Literal["host", "disk"]) -> Literal["device", "host", "disk"]:
     """Where gradients are summed when states are elsewhere: nowhere, if each is stepped by as it appears."""
-    if place == "disk" and question.setting("fused_backward_step") == "true":
-        return "device"
-    return "host" if question.hardware.kind == "cuda" else "disk"
+    if question.hardware.kind == "cuda":  # nothing on a host is stepped by a device
+        return "host"
+    return "device" if place == "disk" and question.setting("fused_backward_step") == "true" else "disk"
 
 
 def allocator_of(question: Question) -> Literal["expandable", "trimmed"] | None:

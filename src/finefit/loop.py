@@ -116,11 +116,12 @@ def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float
     labelled = sum(len(batch.label_l) for batch in batches)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
-    total = 0.0
+    losses = []
     for batch in batches:
         loss = summed_loss(run, batch.to(run.device)) / labelled
         run.scaler.scale(loss).backward()
-        total += loss.item()
+        losses.append(loss.detach())
+    total = sum(loss.item() for loss in losses)  # only now: a device would be waited for between micro-batches
     stepped = run.optimizer.gradients()
     run.scaler.unscale_(run.optimizer)
     norm = run.clip(stepped).item()

@@ -141,7 +141,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def update(self, group: Mapping[str, Any], parameters: Sequence[Parameter]) -> None:
         """One step of some parameters of a group."""
-        at = {**group, "found_inf": getattr(self, "found_inf", None)}
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:  # the scaler's is on the model's device, which may not be where steps are made
+            found_inf = found_inf.to(parameters[0].device)
+        at = {**group, "found_inf": found_inf}
         self.rule.update(parameters, [self.state[p] for p in parameters], at)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

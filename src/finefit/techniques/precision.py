@@ -57,6 +57,8 @@ class Precision(Technique):
     def apply(self, run: "Run") -> None:
         import torch
 
+        from ..nn.scaling import Scaler
+
         half, kind = torch.float16 if self.is_half else torch.bfloat16, run.device.type
         # Parameters only: constant buffers such as rotary frequencies stay in fp32, as transformers loads them.
         for parameter in run.model.parameters():
@@ -64,7 +66,7 @@ class Precision(Technique):
         if self.kind.endswith("_mixed"):
             run.context = lambda: torch.autocast(kind, dtype=half)
         if self.is_half:
-            run.scaler = torch.amp.GradScaler(kind)
+            run.scaler = Scaler(kind)
             run.scaler.scale(torch.zeros((), device=run.device))  # its two numbers are there from now on
 
     def describe(self) -> str:

@@ -1,0 +1,1 @@
+"""What ``gpu_check.py`` checks: tables of small functions, one module a kind."""
