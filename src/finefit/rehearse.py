@@ -29,6 +29,7 @@ def rehearse(
     padding = batch.ids_bs.numel() - sum(width(len(ids)) for ids, _ in worst)
     micro_steps = min(micro_steps, 2)
     run.evidence.update(padding_tokens=padding, micro_steps=micro_steps, block_forwards=0, inputs_offloaded=0)
+    run.optimizer.updated.clear()
     for group in run.optimizer.param_groups:
         group["lr"], group["kept_decay"], group["weight_decay"] = 0.0, group["weight_decay"], 0.0
     ledger, scale = Ledger(device=run.device.type), run.scaler.get_scale()

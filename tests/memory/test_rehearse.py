@@ -13,14 +13,19 @@ from finefit.techniques import (
     Accumulation,
     Checkpointing,
     Clipping,
+    FusedBackwardStep,
     FusedLoss,
     FusedOps,
     Lora,
     NotAsPlanned,
+    OptimizerOffload,
     Packing,
+    ParameterOffload,
     Precision,
+    QuantizedBase,
     Unsuitable,
 )
+from finefit.techniques.quantized_base import FORMS
 from tiny import FAMILIES, config_of, examples_of, micro_of, predicted, run_of, spec_of
 
 USED = (
@@ -142,6 +147,38 @@ def test_what_does_not_run_as_planned_is_named(name):
     with pytest.raises(NotAsPlanned) as caught:
         rehearse(run, examples_of((80, 60)), [], USED, 2)
     assert str(caught.value).startswith("lora" if name == "thawed base" else name)
+
+
+AWAY = {  # where what a post-condition looks for is elsewhere when the step is over
+    "stepped in backward": (FusedBackwardStep(),),
+    "states on disk": (OptimizerOffload("disk", "disk"),),
+    "sums on the device": (OptimizerOffload("disk", "device"),),
+    "both": (OptimizerOffload("disk", "device"), FusedBackwardStep()),
+    "weights on disk": (ParameterOffload("disk"),),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", *FORMS])
+@pytest.mark.parametrize("away", AWAY)
+def test_an_adapter_passes_the_rehearsal_wherever_its_gradients_and_the_base_are(away, form):
+    """Gradients may be gone before the step is over; codes of 3 bits have a table larger than many weights."""
+    base = () if form == "plain" else (QuantizedBase(*FORMS[form], 2**14),)
+    used = (Precision("bf16"), *base, Lora(4), FusedOps(), Packing(), FusedLoss(32), *AWAY[away])
+    run = run_of(used)
+    rehearse(run, examples_of((40, 20)), examples_of((9, 12)), used, 1)
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("away", AWAY)
+def test_an_adapter_without_a_gradient_is_noticed_wherever_gradients_are(away):
+    used = (Precision("bf16"), Lora(4), FusedOps(), Packing(), FusedLoss(32), *AWAY[away])
+    run = run_of(used)
+    run.optimizer.updated.add(
+        run.model.get_decoder().layers[1].mlp.up_proj.lora_A
+    )  # of an earlier step: counts for nothing
+    undo_lora(run)
+    with pytest.raises(NotAsPlanned, match="^lora: 1 adapter"):
+        rehearse(run, examples_of((40, 20)), [], used, 1)
 
 
 def test_more_blocks_to_checkpoint_than_there_are_is_unsuitable():

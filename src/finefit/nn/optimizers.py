@@ -99,6 +99,8 @@ class Optimizer(torch.optim.Optimizer):
         self.home = Home()
         self.at_once = 2**62  # elements stepped together
         self.stepped: dict[Parameter, Parameter] = {}  # by the model's
+        self.updated: set[Parameter] = set()
+        """Of what is stepped, all that has had a gradient: wherever that was, and however soon it was gone."""
         self.beside: list[Tensor] = []
         """Single numbers that a rule keeps of no parameter, from ``begin`` on; no checkpoint has them."""
 
@@ -123,6 +125,10 @@ class Optimizer(torch.optim.Optimizer):
         states = self.states_of(parameter).values()
         return [t for t in states if t.device == parameter.device and not is_mapped(t)]
 
+    def has_updated(self, parameter: Parameter) -> bool:
+        """Whether a parameter of the model has had a gradient that it was stepped by."""
+        return self.stepped.get(parameter) in self.updated
+
     def gradients(self) -> list[Parameter]:
         """What has a gradient to clip and to step by, when backward is over."""
         self.home.gather()
@@ -145,6 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         if found_inf is not None:  # the scaler's is on the model's device, which may not be where steps are made
             found_inf = found_inf.to(parameters[0].device)
         at = {**group, "found_inf": found_inf}
+        self.updated.update(parameters)
         self.rule.update(parameters, [self.state[p] for p in parameters], at)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -82,7 +82,8 @@ class Lora(Technique):
         from ..nn.lora_linear import LoRALinear
 
         layers = [m for m in run.model.modules() if isinstance(m, LoRALinear)]
-        bare = sum(p.grad is None for layer in layers for p in (layer.lora_A, layer.lora_B))
+        adapters = [p for layer in layers for p in (layer.lora_A, layer.lora_B)]
+        bare = sum(not run.optimizer.has_updated(p) for p in adapters)
         moved = [n for n, p in run.model.named_parameters() if p.grad is not None and "lora_" not in n]
         if bare or moved or not layers:
             raise NotAsPlanned(f"lora: {bare} adapter tensors got no gradient, frozen ones did: {moved[:3]}")
