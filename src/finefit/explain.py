@@ -45,6 +45,7 @@ def explained(question: Question, plan: Plan) -> Plan:
     beside = _Beside(asked, plan)
     near = (
         *beside.blocks(), *beside.sizes(), *beside.meshes(question), *beside.without(), *beside.turned_on(), *beside.precisions(), *beside.bits(),
+        *beside.optimizers(),
         *_methods(question, plan),
     )  # fmt: skip
     return replace(plan, neighbours=tuple(near), reasons=(*plan.reasons, *_enough(question, plan, beside)))

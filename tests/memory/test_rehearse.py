@@ -177,7 +177,7 @@ def test_an_adapter_without_a_gradient_is_noticed_wherever_gradients_are(away):
         run.model.get_decoder().layers[1].mlp.up_proj.lora_A
     )  # of an earlier step: counts for nothing
     undo_lora(run)
-    with pytest.raises(NotAsPlanned, match="^lora: 1 adapter"):
+    with pytest.raises(NotAsPlanned, match=r"^lora: 1 adapter"):
         rehearse(run, examples_of((40, 20)), [], used, 1)
 
 

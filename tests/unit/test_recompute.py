@@ -19,7 +19,12 @@ from finefit.search import search
 from finefit.spec import HardwareSpec, resolve_model
 from finefit.techniques import Checkpointing, Precision
 
-NOTHING = {"activation_offload": "none", "checkpointing_kind": "block"}
+NOTHING = {
+    "activation_offload": "none",
+    "checkpointing_kind": "block",
+    "parameter_offload": "none",
+    "optimizer_offload": "none",
+}
 
 
 def test_offload_is_turned_on_where_nothing_fits_without():
@@ -62,7 +67,7 @@ def test_what_is_said_is_kept_to():
 @pytest.mark.parametrize(
     ("pins", "why"),
     [
-        ({"activation_offload": "host"}, "the device is the host"),
+        ({"activation_offload": "host"}, "a CPU's memory is the host's"),
         ({"activation_offload": "disk", "checkpointing": "0"}, "without checkpointed blocks"),
         ({"activation_offload": "disk", "checkpointing_kind": "nested"}, "checkpointing_kind=block"),
     ],

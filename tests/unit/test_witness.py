@@ -216,7 +216,7 @@ def test_a_wish_without_clipping_says_so(run_file: Path) -> None:
     run_file.write_text(RUN_FILE + "max_grad_norm: 0\n")
     plan, _ = _ours(read(run_file), HardwareSpec.from_name("RTX 4090"))
     assert plan is not None
-    assert "gradients are not clipped" == plan.techniques[-1].describe()
+    assert "gradients are not clipped" in {t.describe() for t in plan.techniques}
     assert "gradients clipped to a global norm of 0.5" == Clipping(0.5).describe()
 
 

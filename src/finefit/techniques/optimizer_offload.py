@@ -32,6 +32,8 @@ class OptimizerOffload(Technique):
     def rewrite(self, layout: Layout) -> Layout:
         if self.place == "host" and self.gradients == "device":
             raise Unsuitable("states on the host are stepped there, with gradients that are there")
+        if layout.mesh.devices > 1:
+            raise Unsuitable("states that are divided among devices are not offloaded yet")
         return replace(layout, states_on=self.place, gradients_on=self.gradients)
 
     def apply(self, run: "Run") -> None:
