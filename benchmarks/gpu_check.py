@@ -75,8 +75,8 @@ def table(quick: bool) -> dict[str, Any]:
     from checks import grid, numbers, offloads, overlap, techniques, whole_run
 
     return {
-        **numbers.CHECKS, **techniques.CHECKS, **offloads.CHECKS, **overlap.CHECKS, **grid.checks(quick),
-        **whole_run.CHECKS,
+        **numbers.CHECKS, **techniques.CHECKS, **offloads.CHECKS, **overlap.CHECKS, **whole_run.CHECKS,
+        **grid.checks(quick),
     }  # fmt: skip
 
 

@@ -5,10 +5,12 @@ the rehearsal's ledger. ``predicted`` is the planner's figure of live tensors, `
 through the allocator: rounded tensors with the libraries' workspaces, what is reserved, and the least capacity.
 """
 
+import copy
 import functools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from finefit.hardware import HardwareSpec
 from finefit.layout import Micro
 from finefit.loop import optimizer_step
 from finefit.nn.optimizers import Optimizing
+from finefit.predict import footprint
 from finefit.rehearse import rehearse
 from finefit.run import Run
 from finefit.spec import ModelSpec
@@ -145,23 +148,14 @@ def measured(row: Row, run: Run, techniques: Sequence[Technique], at: At, config
     return {**allocated, "step_s": seconds, "tokens_per_s": tokens / seconds}
 
 
-def foreseen(config: Any, techniques: Sequence[Technique], work: Work, at: At) -> Figures:
-    """What the planner says, and what the simulation does, of the same micro-batch."""
-    kind, micro = at.device.type, work.largest[0]
-    hardware = hardware_of(kind)
-    layout = rewrite(ModelSpec.from_config(config.to_dict(), "checked"), micro, techniques)
-    from finefit.predict import footprint
-
+def foreseen(config: Any, techniques: Sequence[Technique], work: Work, hardware: HardwareSpec) -> Figures:
+    """What the planner says."""
+    layout = rewrite(ModelSpec.from_config(config.to_dict(), "checked"), work.largest[0], techniques)
     said = footprint(layout, hardware)
-    found: Figures = {
+    return {
         "predicted_bytes": max(map(said.at, STEP)), "predicted_total_bytes": said.total_bytes,
         "predicted_step_s": seconds_per_step(layout, work, hardware),
     }  # fmt: skip
-    try:
-        found |= simulated(config, techniques, micro, hardware)
-    except EngineError as error:
-        found["not_simulated"] = error.message
-    return found
 
 
 def simulated(config: Any, techniques: Sequence[Technique], micro: Micro, hardware: HardwareSpec) -> Figures:
@@ -170,7 +164,10 @@ def simulated(config: Any, techniques: Sequence[Technique], micro: Micro, hardwa
         "micro": [micro.tokens, micro.longest, micro.labelled], "kind": hardware.kind,
         "workspace_bytes": workspace_bytes(hardware.name) if hardware.kind == "cuda" else 0,
     }  # fmt: skip
-    seen = _simulator().answered(question)
+    try:
+        seen = _simulator().answered(question)
+    except EngineError as error:
+        return {"not_simulated": error.message}
     return {"simulated_bytes": seen.allocated_bytes, "simulated_reserved_bytes": seen.reserved_bytes,
             "simulated_capacity_bytes": seen.capacity_bytes, "simulation_s": seen.seconds}  # fmt: skip
 
@@ -189,10 +186,13 @@ def compared(row: Row, at: At) -> Figures:
     config = config_of(at, **({} if at.quick else BILLION))
     techniques = row.techniques(config.num_hidden_layers, at.device.type)
     work = Uniform(row.examples * row.steps, row.length, 0.5).work(row.examples, 0, False)
-    figures = foreseen(config, techniques, work, at)
+    hardware = hardware_of(at.device.type)
+    figures = foreseen(config, techniques, work, hardware)
     forget(at.device)
-    run = build(config, techniques, fill_on_device, at.device, Optimizing())
-    figures |= measured(row, run, techniques, at, config)
+    with ThreadPoolExecutor(1) as thread:  # another process simulates what this one measures
+        seen = thread.submit(simulated, copy.deepcopy(config), techniques, work.largest[0], hardware)
+        run = build(config, techniques, fill_on_device, at.device, Optimizing())
+        figures |= {**measured(row, run, techniques, at, config), **seen.result()}
     figures["error"] = figures["predicted_bytes"] / figures["allocated_bytes"] - 1
     for ours, theirs in (("simulated_bytes", "allocated_bytes"), ("simulated_reserved_bytes", "reserved_bytes"),
                          ("predicted_step_s", "step_s")):  # fmt: skip

@@ -127,9 +127,9 @@ def trained(method: str, at: At) -> Figures:
 def resumed(at: At) -> Figures:
     """Killed after its first checkpoint and resumed: the losses of a run that was left alone."""
     folder = Folder(at)
-    slower = ("method=lora", "lora.dropout=0.1")
-    folder.done(folder.command("alone", *slower))
-    process = subprocess.Popen(folder.command("killed", *slower), env=folder.environment(),
+    if not folder.events("whole-lora", "end"):
+        folder.done(folder.command("whole-lora", "method=lora"))
+    process = subprocess.Popen(folder.command("killed", "method=lora"), env=folder.environment(),
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     deadline = time.perf_counter() + 240
     while process.poll() is None and not folder.events("killed", "save") and time.perf_counter() < deadline:
@@ -140,7 +140,7 @@ def resumed(at: At) -> Figures:
     process.wait()
     if was_killed:  # or it was through before it could be
         folder.done([*_FINEFIT, "resume", str(folder.path / "killed")])
-    found, expected = folder.losses("killed"), folder.losses("alone")
+    found, expected = folder.losses("killed"), folder.losses("whole-lora")
     if len(found) != STEPS:
         raise Wrong(f"{len(found)} steps in the log, not {STEPS}")
     off = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))

@@ -85,6 +85,19 @@ def test_loss_and_gradients_are_those_of_resident_weights(techniques, blocks, ti
     assert run.evidence[BROUGHT] > 2 * 2 * (4 - 2)
 
 
+@pytest.mark.parametrize("kind", ["attention", "mlp", "selective"])
+def test_parts_of_blocks_are_computed_again_in_their_turn(kind):
+    used = (Precision("bf16"), Lora(4), *FUSED, Checkpointing(4, kind))
+    assert_equal(result(poisoned(run_of((*used, DISK)))), result(run_of(used)))
+
+
+def test_a_block_that_runs_out_of_its_turn_is_noticed():
+    """Nested groups do; on paper they are refused. Their weights might be there, by chance, and might not."""
+    run = run_of((Lora(4), DISK, Checkpointing(4, "nested")))
+    with pytest.raises(AssertionError, match="runs out of its turn"):
+        result(run)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_can_be_streamed(name):
     """Three blocks; embeddings that scale their rows, blocks of two kinds, stacks of experts, windows, biases."""
@@ -244,6 +257,8 @@ def test_a_rehearsal_sees_that_weights_were_streamed(family):
     used = (Precision("bf16"), lora, DISK)
     run = run_of(used, family_config(family))
     rehearse(run, examples_of((60, 20)), (), used, 2)
+    first = 0 if family == "llama" else 1
+    assert run.evidence[BROUGHT] >= 2 * (2 * 3 - first - 4)
 
 
 def test_a_rehearsal_sees_that_weights_were_not_streamed():

@@ -14,6 +14,7 @@ from finefit.techniques import (
     FusedOps,
     Lora,
     Packing,
+    ParameterOffload,
     Precision,
     Unsuitable,
 )
@@ -119,6 +120,7 @@ def test_the_square_can_fail():
         ((Checkpointing(4, "nested"), DISK), "checkpointing_kind=block"),
         ((Checkpointing(4, "selective"), DISK), "checkpointing_kind=block"),
         ((Checkpointing(5),), "the model has 4"),
+        ((Lora(4), ParameterOffload("disk"), Checkpointing(4, "nested")), "out of their turn"),
     ],
 )
 def test_what_does_not_suit_says_why(techniques, why):

@@ -138,6 +138,15 @@ def test_the_step_is_taken_in_backward_where_nothing_fits_without():
     assert tight.predicted.moments["optimizer_step"].get("gradient", 0) == 0
 
 
+def test_a_gpu_does_not_step_by_states_on_the_disk_of_its_host():
+    """On a CPU each weight may be stepped in backward by states on disk; a GPU's gradients go to the host first."""
+    pins = {"optimizer_offload": "disk", "fused_backward_step": "true", "max_grad_norm": 0, "parameter_offload": "none"}
+    job = pinned(dataclasses.replace(FULL, global_batch_size=1), **pins)
+    assert search(ask("100%", job)).technique("optimizer_offload").gradients == "device"
+    with pytest.raises(ConfigError, match="gradients leave the device"):
+        search(ask("100%", job, hardware=HardwareSpec.from_name("RTX 4090")))
+
+
 def test_clipping_is_never_given_up_for_a_step_in_backward():
     for job in (SHORT, pinned(SHORT, max_grad_norm=1.0)):
         plan = search(ask("2100MiB", job))

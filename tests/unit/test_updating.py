@@ -1,6 +1,7 @@
 """Optimizers on paper: bytes by hand, sharded, in a plan, in the hints and beside the plan."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -226,3 +227,17 @@ def test_the_pages_bytes_are_those_of_the_code(language):
         pieces = [Piece(4096 * 4096, 4096, 4096, bits) for bits in (32, 16)]
         expected = [f"{sum(Update(kind).tensors(piece)) / piece.numel:.3g}" for piece in pieces]
         assert [cell.strip() for cell in cells.split("|")] == expected, kind
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_pages_measured_figures_are_those_of_the_results(language):
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / language / "concepts" / "optimizer_states.md").read_text("utf-8")
+    results = json.loads((root / "benchmarks" / "results" / "optimizers-cpu.json").read_text("utf-8"))
+    found = re.findall(r"^\| (\w+), (\w+)(, stochastic)? \|(.*)\|$", page, re.MULTILINE)
+    assert len(found) == len(results["kinds"])
+    for (kind, precision, chance, cells), row in zip(found, results["kinds"], strict=True):
+        assert (kind, precision, bool(chance)) == (row["kind"], row["precision"], row["rounding"] == "stochastic")
+        mib, loss = row["state_bytes"] / 2**20, row["held_out_after"]
+        expected = [f"{mib:,.1f}", f"{row['ns_per_element']:.1f}", f"{row['held_out_before']:.3f}", f"{loss:.3f}"]
+        assert [cell.strip() for cell in cells.split("|")] == expected

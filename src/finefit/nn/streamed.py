@@ -6,8 +6,9 @@ first block, and what the block keeps, or computes again, is computed after that
 through, over the blocks that are there, which come again when backward needs them; of the embedding only the rows of a
 batch are read.
 
-Whatever is brought into the place of a unit that is at work is an error of ours, and so is a unit that is not whole when
-its work is over: both are asserted, because nothing else would ever tell.
+Whatever is brought into the place of a unit that is at work is an error of ours, and so are a unit that is not whole when
+its work is over and a block that runs out of its turn: they are asserted, because nothing else would ever tell. Declines
+groups of blocks that run again together (``nested``).
 """
 
 import functools
@@ -89,6 +90,11 @@ class Schedule:
             raise AssertionError(f"the weights of {self._says(unit)} were not there when it was at work")
         self._at_work = None
 
+    def runs(self, block: int) -> None:
+        """A part of the block runs, for the first time or again: only while the block is at work are its weights there."""
+        if self._at_work != block:
+            raise AssertionError(f"{self._says(block)} runs out of its turn")
+
     def awaits_gradient(self, block: int) -> None:
         """A gradient will reach the block's output."""
         self._lowest = block if self._lowest is None else min(self._lowest, block)
@@ -119,6 +125,8 @@ def stream(model: Any, blocks: Iterable[nn.Module], arena: Arena, evidence: Muta
     for i, block in enumerate(blocks):
         block.register_forward_pre_hook(_before(schedule, i))
         block.register_forward_hook(_after(schedule, i))
+        for part in block.children():  # a block that is computed again is not called itself
+            part.register_forward_pre_hook(_running(schedule, i))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embedding, head = (names[id(m.weight)] for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     if head in arena.tables:
@@ -131,6 +139,10 @@ def stream(model: Any, blocks: Iterable[nn.Module], arena: Arena, evidence: Muta
 
 def _before(schedule: Schedule, i: int) -> Callable[..., None]:
     return lambda *_: schedule.begins(i)
+
+
+def _running(schedule: Schedule, i: int) -> Callable[..., None]:
+    return lambda *_: schedule.runs(i)
 
 
 def _after(schedule: Schedule, i: int) -> Callable[..., None]:

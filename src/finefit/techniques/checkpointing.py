@@ -48,6 +48,11 @@ class Checkpointing(Technique):
             raise Unsuitable(f"{self.blocks} blocks to checkpoint, the model has {depth}")
         if self.kind != "block" and layout.mesh.devices > 1:
             raise Unsuitable(f"checkpointing by {self.kind} is planned for one device")
+        if self.kind == "nested" and any(group.place for group in layout.groups):
+            raise Unsuitable(
+                "nested checkpointing runs blocks again out of their turn, and weights that are streamed are there in turn: "
+                "memory.checkpointing_kind=block"
+            )
         if self.kind in _HALVES:
             self._half({p.name.partition(".")[0] for p, _ in layout.model.block_tensors()})
         graph = "checkpointed" if self.kind in ("block", "nested") else self.kind
