@@ -8,6 +8,7 @@ too, where it is installed. Bytes are of the whole model. Losses are of the part
 the same examples for each: Lion with a fifth of the learning rate, SGD with one whose steps are about as long as AdamW's at
 first. In fp32, as products in bf16 do not see that a weight moved until it is by some of its bf16 steps; the rows in bf16
 show what rounding loses. One run each, so what differs by little differs by nothing.
+The file is written row by row, and one that was interrupted is gone on with.
 """
 
 import argparse
@@ -123,22 +124,31 @@ def main() -> None:
     model = ModelSpec.from_folder(folder)
     blocks = [p for i in range(0, model.num_hidden_layers, 4) for p in model.block_parameters(i)]
     shapes = [torch.Size(p.shape) for p in (*model.outer_parameters(), *blocks)]
-    theirs, rows = of_bitsandbytes(shapes), []
-    for kind, precision, rounding in WAYS:
+    result: dict[str, Any] = {
+        "job": " ".join(words), "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
+        "versions": {n: version(n) for n in ("finefit", "torch", "transformers")},
+        "parameters": model.num_parameters, "kinds": [],
+    }  # fmt: skip
+    begun = json.loads(given.out.read_text("utf-8")) if given.out.is_file() else {}
+    if begun.get("job") == result["job"] and len(begun["kinds"]) < len(WAYS):
+        result = begun  # where an interrupted one stopped
+    else:
+        result["bitsandbytes_adamw_8bit_ns_per_element"] = of_bitsandbytes(shapes)
+    for kind, precision, rounding in WAYS[len(result["kinds"]) :]:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         how = Update(kind, rounding)
         ns, n_bytes = timed(how, shapes, dtype), kept(how, model, precision)
         row = {"kind": kind, "precision": precision, "rounding": rounding, "ns_per_element": ns, "state_bytes": n_bytes}
-        rows.append({**row, **trained((kind, precision, rounding), folder, steps, held_out)})
+        row |= trained((kind, precision, rounding), folder, steps, held_out)
+        result["kinds"].append(row)
+        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"{kind}, {precision}, {rounding}: {ns:.1f} ns an element, {n_bytes / 2**20:,.0f} MiB, "
-              f"{rows[-1]['held_out_before']:.4f} to {rows[-1]['held_out_after']:.4f}", flush=True)  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    result = {
-        "job": " ".join(words), "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(),
-        "versions": {n: version(n) for n in ("finefit", "torch", "transformers")},
-        "parameters": model.num_parameters, "bitsandbytes_adamw_8bit_ns_per_element": theirs, "kinds": rows,
-    }  # fmt: skip
-    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+              f"{row['held_out_before']:.4f} to {row['held_out_after']:.4f}", flush=True)  # fmt: skip
+
+
+def commit() -> str:
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    return told.stdout.strip()
 
 
 if __name__ == "__main__":
