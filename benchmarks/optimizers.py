@@ -144,6 +144,28 @@ def main() -> None:
         given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"{kind}, {precision}, {rounding}: {ns:.1f} ns an element, {n_bytes / 2**20:,.0f} MiB, "
               f"{row['held_out_before']:.4f} to {row['held_out_after']:.4f}", flush=True)  # fmt: skip
+    tell(result)
+
+
+HEADS = {
+    "en": "| optimizer | weights | rounding | states | ns an element | held-out loss before → after |",
+    "zh": "| 优化器 | 权重 | 舍入 | 状态 | 每元素 ns | 留出集损失 训练前 → 训练后 |",
+}
+
+
+def tell(result: dict[str, Any]) -> None:
+    """Write the table into the pages of optimizer_states."""
+    lines = [
+        f"| {row['kind']} | {row['precision']} | {row['rounding']} | {row['state_bytes'] / 2**20:,.0f} MiB "
+        f"| {row['ns_per_element']:.1f} | {row['held_out_before']:.3f} → {row['held_out_after']:.3f} |"
+        for row in result["kinds"]
+    ]
+    for language, head in HEADS.items():
+        page = HERE.parent / "docs" / language / "concepts" / "optimizer_states.md"
+        before, _, rest = page.read_text("utf-8").partition("<!-- optimizers -->")
+        _, _, after = rest.partition("<!-- /optimizers -->")
+        table = "\n".join(["", head, "|---|---|---|---:|---:|---|", *lines, ""])
+        page.write_text(f"{before}<!-- optimizers -->{table}<!-- /optimizers -->{after}", "utf-8")
 
 
 def commit() -> str:
