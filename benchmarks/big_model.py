@@ -91,7 +91,8 @@ def planned(case: Case, name: str) -> tuple[Plan, int]:
     """The plan, and the bytes it foresees for the process."""
     model = ModelSpec.from_config(case.config, name)
     hardware = HardwareSpec.of_cpu()
-    job = JobSpec(method=case.method, global_batch_size=1, max_length=case.length, longest=case.length)  # type: ignore[arg-type]
+    pins = (("parameter_offload", "disk"),) if case.from_files else ()  # what is measured, whatever else would do
+    job = JobSpec(method=case.method, global_batch_size=1, max_length=case.length, longest=case.length, pins=pins)  # type: ignore[arg-type]
     tensors = int(case.limit_bytes * (1 - HEADROOM)) - PROGRAM
     budget = parse_budget(f"{tensors // MIB}MiB", hardware.memory_bytes)
     batches = Uniform(1, case.length)

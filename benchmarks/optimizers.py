@@ -148,23 +148,24 @@ def main() -> None:
 
 
 HEADS = {
-    "en": "| optimizer | weights | rounding | states | ns an element | held-out loss before → after |",
-    "zh": "| 优化器 | 权重 | 舍入 | 状态 | 每元素 ns | 留出集损失 训练前 → 训练后 |",
+    "en": "| optimizer, weights | states, MiB | ns an element | held-out loss before | after |",
+    "zh": "| 优化器，权重 | 状态，MiB | 每元素 ns | 留出集损失 训练前 | 训练后 |",
 }
 
 
 def tell(result: dict[str, Any]) -> None:
     """Write the table into the pages of optimizer_states."""
     lines = [
-        f"| {row['kind']} | {row['precision']} | {row['rounding']} | {row['state_bytes'] / 2**20:,.0f} MiB "
-        f"| {row['ns_per_element']:.1f} | {row['held_out_before']:.3f} → {row['held_out_after']:.3f} |"
+        f"| {row['kind']}, {row['precision']}{', stochastic' * (row['rounding'] == 'stochastic')} "
+        f"| {row['state_bytes'] / 2**20:,.1f} | {row['ns_per_element']:.1f} "
+        f"| {row['held_out_before']:.3f} | {row['held_out_after']:.3f} |"
         for row in result["kinds"]
     ]
     for language, head in HEADS.items():
         page = HERE.parent / "docs" / language / "concepts" / "optimizer_states.md"
         before, _, rest = page.read_text("utf-8").partition("<!-- optimizers -->")
         _, _, after = rest.partition("<!-- /optimizers -->")
-        table = "\n".join(["", head, "|---|---|---|---:|---:|---|", *lines, ""])
+        table = "\n".join(["", head, "|---|---:|---:|---:|---:|", *lines, ""])
         page.write_text(f"{before}<!-- optimizers -->{table}<!-- /optimizers -->{after}", "utf-8")
 
 

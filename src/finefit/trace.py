@@ -229,7 +229,7 @@ def sections(ledger: Ledger, sizes: Mapping[str, int], reader_type: type[Reader]
             if sign > 0:
                 landmarks.append(now)
         found.append(Section(name, _without_empty(now), _undominated(landmarks)))
-        found += [Section(apart, _without_empty(parts), []) for apart, parts in late.items()]
+        found += [Section(apart, _without_empty(parts), []) for apart, parts in sorted(late.items())]
     return found
 
 
