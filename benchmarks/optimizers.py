@@ -148,8 +148,8 @@ def main() -> None:
 
 
 HEADS = {
-    "en": "| optimizer, weights | states, MiB | ns an element | held-out loss before | after |",
-    "zh": "| 优化器，权重 | 状态，MiB | 每元素 ns | 留出集损失 训练前 | 训练后 |",
+    "en": "| optimizer | states, MiB | ns an element | held-out loss before | after |",
+    "zh": "| 优化器 | 状态，MiB | 每元素 ns | 留出集损失 训练前 | 训练后 |",
 }
 
 
