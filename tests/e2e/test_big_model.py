@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # minutes of a benchmark, whose parts have tests of their own
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "big_model.py"
 
 

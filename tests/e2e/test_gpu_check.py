@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # minutes of a benchmark, whose parts have tests of their own
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_check.py"
 FEW = (
     "packing, alone|attention in segments|values in 3 bits|rule of adafactor|rounding by chance|flash attention"
