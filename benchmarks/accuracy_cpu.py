@@ -130,11 +130,8 @@ def main() -> None:
             print(f"{job}: {100 * error(rows[-1]):+.3f} %", flush=True)
     if given.only:
         return
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-    ).stdout.strip()
     made = {
-        "commit": commit, "date": time.strftime("%Y-%m-%d"), "machine": machine(),
+        "commit": commit(), "date": time.strftime("%Y-%m-%d"), "machine": machine(),
         "versions": {name: version(name) for name in ("torch", "transformers")}, "python": sys.version.split()[0],
     }  # fmt: skip
     RESULTS.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n")
@@ -143,6 +140,12 @@ def main() -> None:
         page = HERE.parent / "docs" / language / "accuracy.md"
         marks = r"(<!-- table -->\n).*?\n?(<!-- /table -->)"
         page.write_text(re.sub(marks, lambda m: m[1] + table(rows) + "\n" + m[2], page.read_text(), flags=re.S))
+
+
+def commit() -> str:
+    """What a result was measured at."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:

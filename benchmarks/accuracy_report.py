@@ -10,7 +10,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ sys.path.insert(0, str(HERE))
 from published_words import CONTRADICTED, CORRECTED  # noqa: E402
 
 from accuracy import CASES, error_of, is_right  # noqa: E402
+from accuracy_cpu import commit  # noqa: E402
 
 Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
 RESULTS = HERE / "results" / "accuracy-published.json"
@@ -62,9 +62,8 @@ def grouped(pairs: Sequence[Pair], key: Callable[[Mapping[str, Any]], str]) -> d
 
 def results(pairs: Sequence[Pair]) -> dict[str, Any]:
     best = [pair for pair in pairs if pair[0]["grade"] in "AB"]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     return {
-        "commit": commit.strip(), "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(), "date": time.strftime("%Y-%m-%d"),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "by_grade": grouped(pairs, lambda r: r["grade"]),
         "by_source_a_and_b": grouped(best, lambda r: r["group"]),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 
 HERE = Path(__file__).parent
 RESULT, ROUNDING = HERE / "results" / "base-bits-cpu.json", HERE / "results" / "base-rounding.json"
@@ -134,9 +134,8 @@ def put(place: str, tables: Mapping[str, str]) -> None:
 
 
 def about() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     return {
-        "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit.strip(),
+        "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
         "packages": {name: version(name) for name in ("torch", "transformers")},
     }  # fmt: skip
 

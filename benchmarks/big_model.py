@@ -29,7 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 from finefit import phases
 from finefit.batches import Uniform
 from finefit.candidates import Question, rewrite
@@ -239,12 +239,11 @@ def main() -> None:
     if given.child:
         print(json.dumps(child(json.loads(given.child))))
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     for name in given.cases:
         case = CASES[name].tiny if given.tiny else CASES[name]
         row = measured(case, f"{name}-tiny" if given.tiny else name, given.steps, given.keep)
         result = {
-            "case": name, "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(),
+            "case": name, "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
             "versions": {n: version(n) for n in ("finefit", "torch", "transformers")}, "environment": {**STEADY, **RETURNING}, **row,
         }  # fmt: skip
         (given.out / f"big_model-{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "checkpointing-cpu.json"
@@ -211,9 +211,8 @@ def main() -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **STEADY})
     if done.returncode:
         raise SystemExit("the measurement failed")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     made = {
-        "commit": commit.stdout.strip(), "machine": machine(), "load": round(os.getloadavg()[2], 1), "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(), "machine": machine(), "load": round(os.getloadavg()[2], 1), "date": time.strftime("%Y-%m-%d"),
         "versions": {name: version(name) for name in ("torch", "transformers")}, "rows": json.loads(done.stdout),
     }  # fmt: skip
     write(made)

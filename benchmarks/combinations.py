@@ -10,7 +10,6 @@ rehearsed worst micro-batch, ``off_in_steps`` beyond that of the steps themselve
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -21,7 +20,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from accuracy_cpu import machine  # noqa: E402
+from accuracy_cpu import commit, machine  # noqa: E402
 
 RESULTS = HERE / "results" / "combinations-cpu.json"
 
@@ -50,7 +49,6 @@ def main() -> None:
     for number, one in enumerate(islice(draws, given.count)):
         rows.append(row(one))
         print(f"{number}: {100 * rows[-1]['off']:+.3f} %, gradients {rows[-1]['gradients']:.1e}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
     summary = {
         "count": len(rows), "states_exact": sum(r["states_exact"] for r in rows),
         "peak_within_3_percent": sum(abs(r["off"]) <= 0.03 for r in rows), "lowest": min(r["off"] for r in rows),
@@ -58,7 +56,7 @@ def main() -> None:
         "gradients_in_fp32": max((r["gradients"] for r in rows if not r["gradients_of_plain"]), default=0.0),
     }  # fmt: skip
     made = {
-        "commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d"), "machine": machine(), "seed": given.seed,
+        "commit": commit(), "date": time.strftime("%Y-%m-%d"), "machine": machine(), "seed": given.seed,
         "versions": {name: version(name) for name in ("torch", "transformers")}, "python": sys.version.split()[0],
     }  # fmt: skip
     refused = dict(draws.refused.most_common())

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 
 HERE = Path(__file__).parent
 JOB = ["method=lora", "train.max_length=512", "train.global_batch_size=16"]
@@ -137,9 +137,8 @@ def main() -> None:
             )
     found = spearman([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
     print(f"Spearman's rank correlation of {len(rows)} plans: {found:.3f}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     result = {
-        "spearman": found, "commit": commit.stdout.strip(), "job": " ".join(given.job), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+        "spearman": found, "commit": commit(), "job": " ".join(given.job), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
         "versions": {name: version(name) for name in ("finefit", "torch", "transformers")}, "plans": rows,
     }  # fmt: skip
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ far its gradient is from fp32's.
 
 import argparse
 import json
-import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 from finefit import assets, examples, models
 from finefit.build import build
 from finefit.config import load
@@ -107,10 +106,9 @@ def main() -> None:
         rows.append(row)
         print(f"{kind}: {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}, {row['zero_where_fp32_is_not']:.1%} gone, "
               f"gradient {row['gradient_error']:.2%} off, {row['seconds_per_step']:.1f} s a step", flush=True)  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     result = {
         "job": " ".join(words), "learning_rate": RATE, "parts": PARTS, "machine": machine(), "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(), "versions": {n: version(n) for n in ("finefit", "torch", "transformers")},
+        "commit": commit(), "versions": {n: version(n) for n in ("finefit", "torch", "transformers")},
         "kinds": rows,
     }  # fmt: skip
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

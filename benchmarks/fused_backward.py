@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 from finefit import assets, candidates, examples, models, predict, trace
 from finefit.build import build
 from finefit.config import load
@@ -106,9 +105,8 @@ def main() -> None:
             found["seconds"] = rows.get(way, {}).get("seconds", []) + found["seconds"]
             rows[way] = found
             gc.collect()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     made = {
-        "job": " ".join(JOB), "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit.strip(),
+        "job": " ".join(JOB), "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
         "versions": {name: version(name) for name in ("finefit", "torch", "transformers")}, "rows": rows,
     }  # fmt: skip
     RESULT.write_text(json.dumps(made, indent=1) + "\n")

@@ -11,7 +11,6 @@ traceback in the file, and the others go on. Exit code 1 if any failed, 2 if the
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,13 +48,10 @@ def missing(device: str) -> str:
     return ""
 
 
-def commit() -> str:
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
-
-
 def head(device: str) -> dict[str, Any]:
     import torch
+
+    from accuracy_cpu import commit, machine
 
     found: dict[str, Any] = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "versions": versions()}
     if device == "cuda":
@@ -65,8 +61,6 @@ def head(device: str) -> dict[str, Any]:
             **found, "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "total_bytes": total,
             "context_bytes": total - free - torch.cuda.memory_reserved(), "cores": len(os.sched_getaffinity(0)),
         }  # fmt: skip
-    from accuracy_cpu import machine
-
     return {**found, "device": machine()}
 
 

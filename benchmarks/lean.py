@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 
 HERE = Path(__file__).parent
 ROWS, LENGTH = 16, 1024
@@ -175,10 +175,9 @@ def main() -> None:
         }
         for way, found in memory.items()
     ]  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     tell(rows)
     given.out.write_text(json.dumps({
-        "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit.strip(),
+        "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")}, "rows": rows,
     }, indent=1) + "\n")  # fmt: skip
 

@@ -13,7 +13,6 @@ The file is written row by row, and one that was interrupted is gone on with.
 
 import argparse
 import json
-import subprocess
 import time
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from typing import Any, get_args
 import torch
 from torch.nn import Parameter
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 from finefit import assets, evaluate, examples, models
 from finefit.build import build
 from finefit.candidates import rewrite
@@ -167,11 +166,6 @@ def tell(result: dict[str, Any]) -> None:
         _, _, after = rest.partition("<!-- /optimizers -->")
         table = "\n".join(["", head, "|---|---:|---:|---:|---:|", *lines, ""])
         page.write_text(f"{before}<!-- optimizers -->{table}<!-- /optimizers -->{after}", "utf-8")
-
-
-def commit() -> str:
-    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    return told.stdout.strip()
 
 
 if __name__ == "__main__":

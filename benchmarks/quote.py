@@ -8,12 +8,11 @@ Reads benchmarks/results/{demo,accuracy-cpu,speed-cpu}.json; ``--demo`` first wr
 import argparse
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import error, machine
+from accuracy_cpu import commit, error, machine
 
 HERE = Path(__file__).parent
 RESULTS, ROOT = HERE / "results", HERE.parent
@@ -61,7 +60,7 @@ def demo_of(run: Path) -> dict[str, Any]:
         "predicted": memory["predicted"]["peak_bytes"] / 2**20, "measured": memory["measured"]["peak_bytes"] / 2**20,
         "prompt": samples[0]["prompt"], "answers": [s["answer"] for s in samples], "reference": samples[0]["reference"],
         "machine": machine(), "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip(),
+        "commit": commit(),
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import machine
+from accuracy_cpu import commit, machine
 
 HERE = Path(__file__).parent
 JOB = "SmolLM2-135M-Instruct, LoRA r16 on all linears, 512 stdlib-docstrings, global batch 16, max length 1024, bf16"
@@ -70,16 +70,13 @@ def main() -> None:
 
 def row(tool: str, speeds: list[dict[str, Any]], memory: dict[str, Any]) -> dict[str, Any]:
     rates = sorted(s["real_tokens_per_s"] for s in speeds)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-    ).stdout.strip()
     return {
         "job": JOB, "tool": tool.partition(" ")[0], "tool_version": speeds[0]["tool_version"],
         "packages": speeds[0]["packages"], "setting": speeds[0]["setting"],
         "real_tokens_per_s": {"min": rates[0], "median": statistics.median(rates), "max": rates[-1]},
         "real_tokens_per_s_of_rounds": [s["real_tokens_per_s"] for s in speeds],
         "peak_above_model_bytes": memory["peak_above_model_bytes"], "losses": speeds[0]["losses"],
-        "machine": machine(), "commit": commit, "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(), "commit": commit(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 

@@ -108,16 +108,15 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
         ("", "method"): plan.method,
         ("memory", "precision"): of["precision"].kind,
         ("memory", "checkpointing"): of["checkpointing"].blocks if "checkpointing" in of else 0,
-        ("memory", "activation_offload"): of["activation_offload"].place if "activation_offload" in of else "none",
         ("memory", "packing"): "packing" in of,
         ("memory", "fused_backward_step"): "fused_backward_step" in of,
         ("memory", "fused_ops"): "fused_ops" in of,
-        ("memory", "parameter_offload"): of["parameter_offload"].setting() if "parameter_offload" in of else "none",
         ("memory", "loss_chunk"): of["fused_loss"].chunk if "fused_loss" in of else 0,
         ("memory", "micro_batch_size"): split.micro_batch_size,
         ("memory", "micro_batch_tokens"): split.micro_batch_tokens,
     }
-    for name, absent in (("optimizer_offload", "none"), ("allocator", "default")):
+    offloads = dict.fromkeys(("activation_offload", "parameter_offload", "optimizer_offload"), "none")
+    for name, absent in {**offloads, "allocator": "default"}.items():
         found["memory", name] = of[name].setting() if name in of else absent
     if "checkpointing" in of:
         found["memory", "checkpointing_kind"] = of["checkpointing"].kind

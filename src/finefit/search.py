@@ -198,14 +198,6 @@ def _smallest(looked_at: list[Candidate]) -> Candidate:
     return min(looked_at, key=lambda c: c.predicted.total_bytes)
 
 
-def _by_name(tried: list[tuple[str, list[Candidate]]]) -> dict[str, list[Candidate]]:
-    """All that was tried of each method, on every rung: the highest rung's smallest is not the smallest of all."""
-    found: dict[str, list[Candidate]] = {}
-    for name, looked_at in tried:
-        found.setdefault(name, []).extend(looked_at)
-    return found
-
-
 def _does_not_fit(question: Question, tried: list[tuple[str, list[Candidate]]]) -> DoesNotFit:
     """Needed, had, what is already on, the largest part, and the cheapest ways out."""
     method = tried[-1][0]
