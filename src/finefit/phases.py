@@ -26,8 +26,6 @@ PROGRAM = 388 * MIB
 # What a CPU's process has more once steps have run: oneDNN's kernels for the shapes that came, threads' heaps. Measured
 # there: 50 to 120 MiB with the 135M model.
 WARM = 64 * MIB
-# A merge's: no model's code is read, nothing is multiplied by it. Measured there: 327 to 338.
-MERGER = 332 * MIB
 # The first with a CUDA device in use: libraries and driver map and copy their kernels. 2,056,600 kB resident by
 # pytorch/pytorch#113326 (torch 2.2, CUDA 11.8, lazy loading, RTX 3090); not measured by us yet.
 CUDA_PROGRAM = 2008 * MIB
@@ -119,11 +117,9 @@ def together(one: Mapping[str, Mapping[str, int]], other: Mapping[str, Mapping[s
 
 
 def _program(moment: str, kind: Kind) -> int:
-    if moment == "merge":
-        return MERGER
-    if kind == "cuda":
+    if kind == "cuda" and moment != "merge":
         return CUDA_PROGRAM
-    return PROGRAM + (0 if moment in ("load", "resume") else WARM)
+    return PROGRAM + (0 if moment in ("load", "resume", "merge") else WARM)
 
 
 def _copies(layout: Layout) -> dict[str, int]:

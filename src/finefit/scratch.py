@@ -24,9 +24,20 @@ from .errors import EngineError
 from .files import writable_cache
 
 _PART = "scratch"
-# Of mapped tensors, by the address of their storage, for as long as that lives.
-_PAGES: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-_ALIGNED = mmap.ALLOCATIONGRANULARITY  #  # bytes: whole pages, so that no place shares one with another
+_ALIGNED = mmap.ALLOCATIONGRANULARITY  # bytes: whole pages, so that no place shares one with another
+_EXTENT = 2**30  # bytes mapped at once: each mapping holds an open file, of which a process has about a thousand
+
+
+class _Pages(mmap.mmap):
+    """Pages of a file in memory, for several tensors: where they begin there and in the file, how many bytes are given."""
+
+    address: int
+    offset: int
+    taken: int
+
+
+# Of mapped tensors, by the address of their storage, for as long as what they lie in is mapped.
+_PAGES: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,7 @@ class Scratch:
         os.unlink(name)
         weakref.finalize(self, os.close, self.file)
         self._free: dict[int, list[Place]] = defaultdict(list)  # by size
+        self._pages: _Pages | None = None  # what the next mapped tensor may lie in
 
     def reserve(self, n_bytes: int) -> Place:
         """A place for so many bytes, one that was released if there is one of the size."""
@@ -63,17 +75,32 @@ class Scratch:
         """A tensor of the host as that one, its values too, whose bytes are pages of the file."""
         if is_fake(tensor) or not tensor.numel():
             return tensor
-        place = self.reserve(tensor.nbytes)
-        try:  # or a full disk would end the process when a page is first written
+        try:
+            pages, place = self._room(tensor.nbytes)
+            # or a full disk would end the process when a page is first written
             os.posix_fallocate(self.file, place.offset, place.n_bytes)
         except OSError as error:
             raise self._failed(error) from error
-        pages = mmap.mmap(self.file, place.n_bytes, offset=place.offset)
-        made = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        at = place.offset - pages.offset
+        made = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=at).view(tensor.shape)
         _PAGES[made.data_ptr()] = pages
         made.copy_(tensor.detach())
         let_go(made)
         return made
+
+    def _room(self, n_bytes: int) -> tuple[_Pages, Place]:
+        """Pages that are mapped, and a place in them that nothing else lies in."""
+        whole = -(-n_bytes // _ALIGNED) * _ALIGNED
+        pages = self._pages
+        if pages is None or pages.taken + whole > len(pages):
+            extent = self.reserve(max(whole, _EXTENT))
+            os.truncate(self.file, self._end)  # without blocks: those come as they are needed
+            pages = self._pages = _Pages(self.file, extent.n_bytes, offset=extent.offset)
+            pages.offset, pages.taken = extent.offset, 0
+            pages.address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        place = Place(pages.offset + pages.taken, whole)
+        pages.taken += whole
+        return pages, place
 
     def put(self, tensor: Tensor, place: Place) -> None:
         """Write a contiguous tensor of the host; EngineError where the disk is full or fails."""
@@ -134,7 +161,9 @@ def call_for(tensor: Tensor) -> None:
 
 def _advise(tensor: Tensor, word: str) -> None:
     if is_mapped(tensor) and hasattr(mmap, word):
-        _PAGES[tensor.untyped_storage().data_ptr()].madvise(getattr(mmap, word))
+        storage = tensor.untyped_storage()
+        pages = _PAGES[storage.data_ptr()]
+        pages.madvise(getattr(mmap, word), storage.data_ptr() - pages.address, storage.nbytes())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -7,12 +7,12 @@ answer, never the end of the planner. One process answers any number of question
 import contextlib
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from .errors import EngineError
 from .footprint import Footprint
@@ -90,10 +90,10 @@ class Simulator:
         try:
             process.stdin.write(line.encode() + b"\n")
             process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], self.timeout_s)
+            ready = _readable(process.stdout, self.timeout_s)
             text = process.stdout.readline() if ready else b""
         except BrokenPipeError:
-            ready, text = [process.stdout], b""
+            ready, text = True, b""
         if text:
             found: dict[str, Any] = json.loads(text)
             return found
@@ -120,3 +120,10 @@ class Simulator:
             with contextlib.suppress(BrokenPipeError):  # what was never read by the process that is gone
                 if pipe:
                     pipe.close()
+
+
+def _readable(pipe: IO[bytes], timeout_s: float) -> bool:
+    """Whether something, its end too, can be read before so many seconds are over."""
+    with selectors.DefaultSelector() as selector:  # not select: a process with many files open may not use that
+        selector.register(pipe, selectors.EVENT_READ)
+        return bool(selector.select(timeout_s))

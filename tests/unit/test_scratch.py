@@ -70,5 +70,33 @@ def test_a_view_of_a_mapped_tensor_is_mapped_and_an_old_address_is_not(tmp_path)
     assert is_mapped(mapped) and is_mapped(mapped[1000:]) and not is_mapped(mapped.clone())
     let_go(mapped[1000:])
     assert torch.equal(mapped, torch.arange(3000.0))
-    del mapped
+    del mapped, scratch
     assert address not in scratch_module._PAGES
+
+
+def test_tensors_mapped_side_by_side_are_apart_and_outlive_their_file(tmp_path, monkeypatch):
+    """Of several mappings, one of them larger than is mapped at once; letting one go touches no other."""
+    monkeypatch.setattr(scratch_module, "_EXTENT", 2**16)
+    scratch = Scratch(tmp_path)
+    drawn = [torch.full((n,), float(i)) for i, n in enumerate((1, 5000, 3000, 40_000, 7, 9000, 1024))]
+    mapped = [scratch.mapped(t) for t in drawn]
+    del scratch
+    for i in (1, 3, 6):
+        let_go(mapped[i])
+        mapped[i] += 100
+        drawn[i] += 100
+    assert all(torch.equal(a, b) for a, b in zip(drawn, mapped, strict=True))
+
+
+def test_open_files_do_not_grow_with_mapped_tensors(tmp_path):
+    """A process may have about a thousand, and a model has more tensors."""
+    scratch, count = Scratch(tmp_path), lambda: len(os.listdir("/proc/self/fd"))
+    mapped, before = [scratch.mapped(torch.ones(10))], count()
+    mapped += [scratch.mapped(torch.ones(10)) for _ in range(2000)]
+    assert count() <= before and len(mapped) == 2001
+
+
+def test_a_mapping_takes_no_disk_until_tensors_do(tmp_path):
+    scratch = Scratch(tmp_path)
+    mapped = scratch.mapped(torch.ones(10))
+    assert os.fstat(scratch.file).st_blocks * 512 <= 2**16 and is_mapped(mapped)
