@@ -49,6 +49,7 @@ KEYS: dict[str, tuple[float, tuple[Any, ...]]] = {
     "train.optimizer": (0.6, ("adamw", "adamw_8bit", "adamw_4bit", "lion", "lion_8bit", "sgd", "adafactor", "apollo", "apollo_mini")),
     "train.max_grad_norm": (0.6, (0, 0, 0.05)),
     "memory.precision": (0.9, ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed")),
+    "memory.fp32_islands": (0.15, ("norms", "head", "norms,head")),
     "memory.checkpointing": (0.6, (0, 1, 2, "all")),
     "memory.checkpointing_kind": (0.4, ("block", "nested", "attention", "mlp", "selective")),
     "memory.activation_offload": (0.35, ("disk", "none", "host")),

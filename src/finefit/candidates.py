@@ -25,6 +25,7 @@ from .techniques import (
     Allocator,
     Checkpointing,
     Clipping,
+    Fp32Islands,
     FusedBackwardStep,
     FusedLoss,
     FusedOps,
@@ -287,6 +288,8 @@ def techniques_of(question: Question, size: int, tokens: int, work: Work, checkp
         chosen.append(OptimizerStates(*kinds, STEPPED[kind]))
     if job.pin("fused_ops") != "false":
         chosen.append(FusedOps())
+    if (islands := job.pin("fp32_islands")) and chosen[0] != Precision("fp32"):
+        chosen.append(Fp32Islands(tuple(islands.split(","))))
     if place := offload_of(question, "parameter_offload"):
         chosen.append(ParameterOffload(place))
     if job.pin("packing") != "false":

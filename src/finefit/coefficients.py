@@ -51,7 +51,8 @@ def sections_for(layout: Layout, checkpointed: str) -> Sections:
     key = _with_kind(key_of(layout), checkpointed)
     if (found := _known(layout).get(key)) is not None:
         return found  # type: ignore[no-any-return]
-    _traced_for(layout, key)
+    # One process traces all that the graph's runs come to, evaluation too: most of its time is its start.
+    _traced_for(layout, sorted({key, *kinds_of(key_of(layout))} - _known(layout).keys()))
     read.cache_clear()
     _graphs.cache_clear()
     return _known(layout)[key]  # type: ignore[no-any-return]
@@ -99,21 +100,21 @@ def _names(family: str, config: str, is_plain: bool) -> list[str]:
     return [*names, family] if (is_plain or not config) and structures.entry_of(family) else names
 
 
-def _traced_for(layout: Layout, key: str) -> None:
-    """Trace the family's graph, or the model's where the family's sizes are not explained by symbols."""
+def _traced_for(layout: Layout, keys: list[str]) -> None:
+    """Trace the family's graphs, or the model's where the family's sizes are not explained by symbols."""
     model = layout.model
     names = _names(model.family, model.config, not model.extra)
     why = EngineError(f"the step of a {model.family} model could not be traced: its config is not known")
     if model.family in names:
         try:
-            return derive(model.family, [key])
+            return derive(model.family, keys)
         except EngineError as error:
             why = error
     if not model.config:
         raise why
     described = _cache(names[0]).with_suffix(".config.json")
     write_atomically(described, model.config.encode())
-    return derive(str(described), [key], _cache(names[0]))
+    return derive(str(described), keys, _cache(names[0]))
 
 
 def derive(subject: str, keys: list[str], into: Path | None = None) -> None:

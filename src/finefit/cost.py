@@ -123,7 +123,8 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     depth = layout.model.num_hidden_layers
     made_again = recompute.again(layout)
     again, attended = made_again.rest, made_again.attention
-    products = _linear_flops(layout, made_again.products) * work.mean_tokens + _head_flops(layout, work)
+    slower = hardware.flops_per_s(_dtype(layout)) / hardware.flops_per_s("float32")
+    products = _linear_flops(layout, made_again.products, slower) * work.mean_tokens + _head_flops(layout, work, slower)
     attention = 2 * layout.model.q_width * work.mean_square * depth * (1 + attended + 2.5) / on.attention_share
     scores = layout.model.num_attention_heads * work.mean_square * depth * (1 + attended / 3) * on.score_bytes
     # a tensor-parallel rank makes as many calls as a device alone
@@ -153,10 +154,13 @@ def _dtype(layout: Layout) -> str:
     return "float32" if layout.graph[0] == "fp32" else layout.half
 
 
-def _linear_flops(layout: Layout, again: float) -> float:
-    """Floating-point operations of the blocks' linears for one token."""
+def _linear_flops(layout: Layout, again: float, slower: float) -> float:
+    """Floating-point operations of the blocks' linears for one token, those of islands for so many times as many."""
     linears = [g for g in layout.groups if g.role in _MULTIPLIED and g.name.startswith("block.")]
-    base = sum(g.numel * g.count * _met_share(layout, g.role) for g in linears if "lora_" not in g.name)
+    base = sum(
+        g.numel * g.count * _met_share(layout, g.role) * (slower if g.is_island else 1.0)
+        for g in linears if "lora_" not in g.name
+    )  # fmt: skip
     base *= layout.mesh.tensor  # a rank's groups are its part
     trains = any(g.trainable for g in linears if "lora_" not in g.name)
     return 2 * base * (2 + trains + again)
@@ -179,11 +183,12 @@ def _rows(layout: Layout, work: Work) -> float:
     return work.mean_labelled if layout.loss_chunk else work.mean_tokens
 
 
-def _head_flops(layout: Layout, work: Work) -> float:
+def _head_flops(layout: Layout, work: Work, slower: float) -> float:
+    """The same of the head for a whole step."""
     head = layout.model.hidden_size * layout.model.vocab_size
-    rows = _rows(layout, work)
-    trains = any(g.trainable for g in layout.groups if g.role in ("head", "embedding"))
-    return 2 * head * rows * (2 + trains)
+    held = [g for g in layout.groups if g.role in ("head", "embedding")]
+    times = slower if any(g.is_island for g in held) else 1.0
+    return 2 * head * _rows(layout, work) * (2 + any(g.trainable for g in held)) * times
 
 
 def _chunks(layout: Layout, work: Work) -> float:

@@ -53,8 +53,14 @@ def _no_casts_kept() -> Iterator[None]:
         torch.set_autocast_cache_enabled(kept)
 
 
-def answer(model: Any, ids: Sequence[int], stop: Sequence[int], most_tokens: int) -> list[int]:
-    """Greedy continuation of ``ids``, up to a token of ``stop``; the model is in training mode afterwards."""
+def answer(
+    model: Any, ids: Sequence[int], stop: Sequence[int], most_tokens: int, most_s: float | None = None
+) -> list[int]:
+    """Greedy continuation of ``ids``, up to a token of ``stop``; the model is in training mode afterwards.
+
+    After ``most_s`` seconds no further token is begun: a model whose weights are unpacked or streamed for every single
+    token would take as long for a sentence as for an epoch.
+    """
     device = next(model.parameters()).device
     prompt = torch.tensor([list(ids)], device=device)
     model.eval()
@@ -62,6 +68,7 @@ def answer(model: Any, ids: Sequence[int], stop: Sequence[int], most_tokens: int
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=most_tokens, do_sample=False,
             use_cache=True, eos_token_id=list(stop), pad_token_id=stop[0], temperature=None, top_p=None, top_k=None,
+            max_time=most_s,
         )  # fmt: skip
     model.train()
     new: list[int] = out[0, len(ids) :].tolist()

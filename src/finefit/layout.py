@@ -31,6 +31,8 @@ class ParamGroup:
     """Where it is while the device does not need it; empty where it stays on the device."""
     columns: int = 0
     """The last dimension of each; 0 of a vector and where it is flat."""
+    is_island: bool = False
+    """Whether it computes in fp32 where the others do in fewer bits."""
 
     def shard(self, ranks: int) -> int:
         """Elements of the largest of ``ranks`` shards of one tensor."""

@@ -118,6 +118,8 @@ def _settings(plan: Plan) -> dict[tuple[str, str], Any]:
     offloads = dict.fromkeys(("activation_offload", "parameter_offload", "optimizer_offload"), "none")
     for name, absent in {**offloads, "allocator": "default"}.items():
         found["memory", name] = of[name].setting() if name in of else absent
+    if of["precision"].kind != "fp32":  # where all is in fp32 there are no islands
+        found["memory", "fp32_islands"] = of["fp32_islands"].parts if "fp32_islands" in of else ()
     if "checkpointing" in of:
         found["memory", "checkpointing_kind"] = of["checkpointing"].kind
     states = of.get("optimizer_states")

@@ -11,6 +11,7 @@ from . import phases
 from . import plan as plans
 from .batches import Batches, Uniform
 from .candidates import Question, rewrite
+from .coefficients import sections_for
 from .config import Config
 from .errors import ConfigError, DoesNotFit, EngineError
 from .explain import explained
@@ -95,6 +96,7 @@ def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data |
     predicted, warnings = plan.predicted, []
     layout, moments = rewrite(model, Micro(1, 1, 1), plan.techniques), dict(predicted.moments)
     if data is not None:
+        sections_for(layout, "eval")  # a search does without rather than wait for a trace; what is run has it
         found = [footprint(rewrite(model, micro, plan.techniques), hardware)
                  for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
         moments["eval"] = max(found, key=lambda one: one.at("eval")).moments["eval"]

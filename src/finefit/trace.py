@@ -33,6 +33,7 @@ from .spec import CheckpointingKind
 from .techniques import (
     Checkpointing,
     Clipping,
+    Fp32Islands,
     FusedLoss,
     FusedOps,
     Lora,
@@ -345,6 +346,7 @@ def _of_key(key: str) -> tuple[Any, dict[str, Any]]:
             chosen.append(Lora(sizes["r"], dropout=0.1 if "dropout" in words else 0.0, targets=targets))
         if "fused_ops" in words:
             chosen.append(FusedOps())
+        chosen += [Fp32Islands(tuple(w.removeprefix("fp32=").split(","))) for w in words if w.startswith("fp32=")]
         if "fused_loss" in words:
             chosen.append(FusedLoss(sizes["C"]))
         if words[-1] not in ("plain", "eval"):

@@ -29,6 +29,7 @@ from .session import Job, peak_rate
 from .spec import ModelSpec
 from .units import format_bytes
 
+SHORTEST_SAMPLE_S = 3.0  # an answer is shown for as long as its evaluation took, and no less
 _UNCHANGED_LENGTH = 2  # examples used to check that packed neighbours do not see each other
 
 
@@ -197,16 +198,16 @@ def _evaluate(job: Job, run: Run, log: EventLog, held_out: list[Example], watche
     loss, labelled, seconds = evaluate.held_out_loss(run, held_out, partial(_watch_batch, job, run, log, watched, step))
     fields: dict[str, Any] = {}
     if step in (0, job.data.steps):
-        fields["sample"] = _sample(job, run, held_out)
+        fields["sample"] = _sample(job, run, held_out, max(seconds, SHORTEST_SAMPLE_S))
     log.write("eval", step=step, loss=loss, labelled_tokens=labelled, seconds=seconds, **fields)
     return loss
 
 
-def _sample(job: Job, run: Run, held_out: list[Example]) -> dict[str, str]:
-    """One held-out example answered greedily: the same one each time."""
+def _sample(job: Job, run: Run, held_out: list[Example], most_s: float) -> dict[str, str]:
+    """One held-out example answered greedily, as far as the time goes: the same one each time."""
     ids, mask = held_out[evaluate.sample_row(held_out)]
     stop = [job.tokenizer.eos_token_id]
-    said = evaluate.answer(run.model, evaluate.prompt_of((ids, mask)), stop, 64)
+    said = evaluate.answer(run.model, evaluate.prompt_of((ids, mask)), stop, 64, most_s)
     reference = [int(t) for t, on in zip(ids, mask, strict=True) if on]
     decode = partial(job.tokenizer.decode, skip_special_tokens=True)
     return {"prompt": decode(evaluate.prompt_of((ids, mask))), "reference": decode(reference), "answer": decode(said)}

@@ -27,6 +27,7 @@ from finefit.techniques import (
     Allocator,
     Checkpointing,
     Clipping,
+    Fp32Islands,
     FusedBackwardStep,
     FusedLoss,
     FusedOps,
@@ -44,7 +45,7 @@ from tiny import FAMILIES, config_of, examples_of, family_config, layout_for, me
 
 KINDS = ("fp32", "bf16", "bf16_mixed", "fp16_mixed")
 ONE_OF_EACH = (
-    QuantizedBase(chunk=2**14), Lora(4), OptimizerStates("adamw_8bit", chunk=2**12), FusedOps(), ParameterOffload("disk"), Packing(), Checkpointing(4),
+    QuantizedBase(chunk=2**14), Lora(4), OptimizerStates("adamw_8bit", chunk=2**12), FusedOps(), Fp32Islands(("norms", "head")), ParameterOffload("disk"), Packing(), Checkpointing(4),
     ActivationOffload("disk"), FusedLoss(32), Accumulation(2, most_steps=2), Clipping(0.5),
     OptimizerOffload("disk", "disk"), FusedBackwardStep(), Allocator("expandable"),
 )  # fmt: skip

@@ -157,6 +157,21 @@ def test_llamafactory_types(tmp_path: Path, lines: str, expected: tuple[Any, ...
     assert expected == (run.trained_dtype, run.compute_dtype, run.autocast, run.optimizer_bits)
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("finetuning_type: full\nfp16: true", {"memory.precision": "fp16_mixed"}),
+        ("finetuning_type: lora\nfp16: true", {"memory.precision": "fp16"}),
+        ("finetuning_type: lora\nbf16: true\nupcast_layernorm: true", {"memory.fp32_islands": ["norms"]}),
+        ("finetuning_type: lora\nbf16: true", {}),
+    ],
+)
+def test_llamafactory_what_was_said_of_types_is_wished(tmp_path: Path, lines: str, expected: dict[str, Any]) -> None:
+    """fp16 is no choice of a plan's: it comes from the file alone."""
+    wish = dict(foreign(tmp_path, f"model_name_or_path: m\ndo_train: true\n{lines}\n").wish)
+    assert expected == {key: value for key, value in wish.items() if key.startswith("memory.")}
+
+
 def test_llamafactory_reads_the_file_behind_a_dataset_name(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.json").write_text("[]")

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finefit import cli, phases
+from finefit import cli, coefficients, phases
 from finefit.batches import Uniform
-from finefit.candidates import Question
+from finefit.candidates import Question, rewrite
 from finefit.config import Config
 from finefit.data.order import Order
 from finefit.errors import ConfigError
 from finefit.examples import Data
+from finefit.layout import Micro
 from finefit.plan import WARNING
 from finefit.planning import budget_of, foreseen, hardware_of, make_plan, warnings_of
 from finefit.search import search
@@ -58,6 +59,25 @@ def test_the_held_out_examples_are_what_is_evaluated():
     short, long = (foreseen(plan, MODEL, CARD, data_of(*[n] * 4)).predicted for n in (64, 2048))
     assert short.at("eval") < plan.predicted.at("eval") < long.at("eval")
     assert short.moments["loss"] == long.moments["loss"] == plan.predicted.moments["loss"]
+
+
+def test_an_evaluation_that_was_never_traced_is_before_it_is_planned():
+    """A search does without; here the graph's steps are at hand, and its evaluation is not."""
+    job = JobSpec(method="lora", global_batch_size=4, max_length=256, longest=256, precision="bf16",
+                  pins=(("fp32_islands", "model.norm"), ("checkpointing", "0")))  # fmt: skip
+    plan = search(Question(MODEL, CARD, job, Uniform(4, 256), parse_budget("90%", CARD.memory_bytes)))
+    layout = rewrite(MODEL, Micro(1, 1, 1), plan.techniques)
+    graphs = coefficients._cache(MODEL.family)
+    kept = {
+        key: found
+        for key, found in coefficients.read(graphs).items()
+        if not (key.startswith(coefficients.key_of(layout)) and key.endswith(" eval"))
+    }
+    coefficients.write(graphs, {"graphs": kept})
+    coefficients.read.cache_clear()
+    coefficients._graphs.cache_clear()
+    assert not coefficients.evaluation_is_traced(layout)
+    assert foreseen(plan, MODEL, CARD, data_of(64)).predicted.at("eval") > 0
 
 
 def test_held_out_examples_that_need_more_than_the_budget_are_warned_of():

@@ -1,10 +1,11 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-45 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+46 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -78,6 +79,21 @@ def _names(value: Any) -> Any:
     if isinstance(value, str) and value != "all":
         return [name.strip() for name in value.split(",") if name.strip()]
     return "all" if isinstance(value, list) and value == ["all"] else value
+
+
+# How the rules of memory.fp32_islands are also said.
+_ISLANDS = {"norm": "norms", "layernorm": "norms", "layernorms": "norms", "routers": "router", "lm_head": "head"}
+
+
+def _islands(value: Any) -> Any:
+    """``norms,head`` and none; each once, in one order: what is the same wish is the same plan."""
+    names = () if value in (False, "none", "off", "false") else _names(value)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return value
+    for name in names:
+        if not re.fullmatch(r"[\w.*?-]+", name):
+            raise ValueError(f"'{name}' is no name of modules; say norms, router, head, or one as q_norm or mlp.*")
+    return "auto" if list(names) == ["auto"] else tuple(sorted({_ISLANDS.get(name, name) for name in names}))
 
 
 def _bits(value: Any) -> Any:
@@ -190,6 +206,10 @@ class Memory(_Section):
     precision: Literal["auto", PrecisionKind] = Field(
         default="auto", description="of weights and arithmetic; fp16 is never chosen unasked"
     )
+    fp32_islands: Annotated[Auto | tuple[str, ...], BeforeValidator(_islands)] = Field(
+        default="auto",
+        description="what stays in fp32 in a run of 16 bits: norms, router, head, or names of modules as q_norm",
+    )
     checkpointing: Annotated[Auto | Literal["all"] | Count, BeforeValidator(_checkpointing)] = Field(
         default="auto", description="blocks whose activations are recomputed: a number, all, none"
     )
@@ -232,7 +252,8 @@ class Memory(_Section):
     def pins(self) -> tuple[tuple[str, str], ...]:
         """What the user fixed, as the plan's constraints: every key but budget and precision that is not ``auto``."""
         kept = self.model_dump(exclude={"budget", "precision"})
-        return tuple((key, str(value).lower()) for key, value in kept.items() if value != "auto")
+        said = {key: ",".join(value) if isinstance(value, tuple) else str(value).lower() for key, value in kept.items()}
+        return tuple((key, word) for key, word in said.items() if word != "auto")
 
 
 class Hardware(_Section):
@@ -306,6 +327,7 @@ _SPELLINGS: dict[str, str] = {
     "train.keep_checkpoints": "save_total_limit",
     "train.order": "train_sampling_strategy",
     "memory.precision": "bf16 fp16 pure_bf16 dtype torch_dtype",
+    "memory.fp32_islands": "upcast_layernorm fp32_norms keep_in_fp32_modules",
     "memory.checkpointing": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
     " disable_gradient_checkpointing",
     "memory.checkpointing_kind": "recompute_granularity selective_ac_option",

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> Tensor:
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
         rstd = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
-        if offset:
+        if rounds_once:
             return (x.float() * rstd).mul_(weight.float() + offset).to(x.dtype)
         return _times_row(x, rstd).mul_(weight) if weight.dtype == x.dtype else _times_row(x, rstd) * weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         (dy,) = grads
         dx = dweight = None
@@ -36,7 +36,7 @@ class _RMSNorm(torch.autograd.Function):
             inner = (g * x).sum(-1, keepdim=True, dtype=torch.float32).div_(x.shape[-1])
             g = _times_row(g, rstd)
             dx = g.addcmul_(x, inner.mul_(rstd.pow(3)).to(g.dtype), value=-1).to(x.dtype)
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None
 
 
 def _times_row(x: Tensor, row: Tensor) -> Tensor:
@@ -59,9 +59,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = norm.weight
         self.eps, self.offset = eps, offset
+        self.rounds_once = offset != 0
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.offset)
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.offset, self.rounds_once)
         return y
 
     def extra_repr(self) -> str:

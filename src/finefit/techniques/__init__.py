@@ -14,6 +14,7 @@ from .base import NotAsPlanned, Technique, Unsuitable
 from .checkpointing import Checkpointing
 from .clipping import Clipping
 from .data_parallel import DataParallel
+from .fp32_islands import Fp32Islands
 from .fused_backward_step import FusedBackwardStep
 from .fused_loss import FusedLoss
 from .fused_ops import FusedOps
@@ -38,6 +39,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Zero,
     OptimizerStates,
     FusedOps,
+    Fp32Islands,  # of the modules that are there at last
     ParameterOffload,
     Packing,
     Checkpointing,
@@ -53,7 +55,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
-    "DIVIDING", "TECHNIQUES", "Accumulation", "ActivationOffload", "Allocator", "Checkpointing", "Clipping", "DataParallel", "FusedBackwardStep", "FusedLoss",
+    "DIVIDING", "TECHNIQUES", "Accumulation", "ActivationOffload", "Allocator", "Checkpointing", "Clipping", "DataParallel", "Fp32Islands", "FusedBackwardStep", "FusedLoss",
     "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "OptimizerStates", "Packing", "ParameterOffload", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip

@@ -35,12 +35,15 @@ class FusedLoss(Technique):
         import torch
 
         from ..nn.chunked_loss import ChunkedCrossEntropy, Logits
+        from ..nn.in_fp32 import is_island
 
         hidden_lh = hidden_bsh.flatten(0, 1).index_select(0, batch.row_l)
         kind = hidden_lh.device.type
-        if torch.is_autocast_enabled(kind):
-            hidden_lh = hidden_lh.to(torch.get_autocast_dtype(kind))
         form, head = Logits.of(model.config.get_text_config()), model.get_output_embeddings()
+        if is_island(head):
+            hidden_lh = hidden_lh.float()
+        elif torch.is_autocast_enabled(kind):
+            hidden_lh = hidden_lh.to(torch.get_autocast_dtype(kind))
         weight, bias = head.weight, head.bias
         if not torch.is_grad_enabled():  # or the function would form their gradients: it asks the tensor, not the mode
             weight, bias = weight.detach(), bias if bias is None else bias.detach()

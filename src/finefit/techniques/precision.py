@@ -75,9 +75,11 @@ class Precision(Technique):
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         import torch
 
+        from ..nn.in_fp32 import is_island
+
         wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.kind, torch.float32)
-        weight = run.model.get_input_embeddings().weight
-        if weight.dtype != wanted:
-            raise NotAsPlanned(f"precision: the embedding is {weight.dtype}, not {wanted}")
+        embedding = run.model.get_input_embeddings()
+        if embedding.weight.dtype != wanted and not is_island(embedding):
+            raise NotAsPlanned(f"precision: the embedding is {embedding.weight.dtype}, not {wanted}")
         if run.scaler.is_enabled() != self.is_half:
             raise NotAsPlanned(f"precision: the loss is {'not ' if self.is_half else ''}scaled, against the plan")

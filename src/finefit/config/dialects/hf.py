@@ -128,6 +128,8 @@ def method_wishes(sheet: Sheet, run: ForeignRun, alpha: float) -> None:
     if bits:
         sheet.wants("qlora.bits", bits)
         sheet.wants("qlora.scales", scales)
+    if run.compute_dtype == "float16":  # it was asked for, so it is no choice of a plan's
+        sheet.wants("memory.precision", "fp16" if run.method == "lora" else "fp16_mixed")
     if run.method == "lora":
         names = [name for name in run.targets if name != "lm_head"]
         sheet.wants("lora.rank", run.rank)

@@ -169,6 +169,7 @@ def _kernels(sheet: Sheet, how: Sharding) -> dict[str, Any]:
         kind, loss, kernels, checkpoints, offloads = "flash", "fused", True, True, True
     if sheet.flag("upcast_layernorm"):
         sheet.note("upcast_layernorm: the fp32 copy of the norms is not counted")
+        sheet.wants("memory.fp32_islands", ["norms"])
     sheet.get("upcast_lmhead_output")  # the plain loss raises logits anyway
     return {
         "checkpointing": "full" if checkpoints else "none", "activations_on_host": offloads, "attention": kind,
