@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=20261130)
     given = parser.parse_args()
-    draws = drawn.Draws(drawn.tiny_subjects(), given.seed, most_traced=2)
+    draws = drawn.Draws(drawn.tiny_subjects(), given.seed, most_traced=5)
     rows = []
     for number, one in enumerate(islice(draws, given.count)):
         rows.append(row(one))
