@@ -47,8 +47,7 @@ WORDS: dict[str, dict[str, str]] = {
         "events says": "`events.jsonl` in the run folder is the run's only record: one JSON object a line with `v` "
         "(version of the log), `t` (Unix seconds), `event` (a name below) and at least these fields. Readers pass "
         "over fields they do not know. Floats without a JSON word are the strings `\"nan\"`, `\"inf\"` and "
-        "`\"-inf\"`. Lines are flushed to the disk at `save` and `end`. `out_of_memory` and `replan` are reserved: "
-        "nothing writes them yet.",
+        "`\"-inf\"`. Lines are flushed to the disk at `save` and `end`.",
         "event": "event", "fields": "fields", "notes": "notes",
         "footprint": "A *footprint* has `witness`, `peak_bytes`, `peak_moment`, `reserved_bytes`, `notes` and "
         "`moments`: `{moment: {component: bytes}}`; `host` is the same of the host's memory, where it is predicted: "
@@ -66,7 +65,7 @@ WORDS: dict[str, dict[str, str]] = {
         "events says": "运行目录里的 `events.jsonl` 是一次运行的唯一记录：每行一个 JSON 对象，"
         "含 `v`（日志版本）、`t`（Unix 秒）、`event`（下列名称之一），并至少含所列字段。读取方忽略不认识的字段。"
         "JSON 无法表示的浮点数写成字符串 `\"nan\"`、`\"inf\"`、`\"-inf\"`。写入 `save` 与 `end` 时同步到磁盘。"
-        "`out_of_memory` 与 `replan` 是预留的：目前没有任何代码写它们。说明一栏保留英文，与代码一致。",
+        "说明一栏保留英文，与代码一致。",
         "event": "事件", "fields": "字段", "notes": "说明",
         "footprint": "*footprint* 含 `witness`、`peak_bytes`、`peak_moment`、`reserved_bytes`、`notes` 与 "
         "`moments`：`{moment: {component: bytes}}`；`host` 是主机内存的同样数据（有预测时）：`program`、"

@@ -95,6 +95,8 @@ class Question:
     """Of one data-parallel rank."""
     budget: Budget
     mesh: Mesh = field(default_factory=Mesh)
+    learnt: tuple[tuple[str, float], ...] = ()
+    """Moments, and how many times what is predicted of them they take: of runs that died there."""
     turned_on: Rung = ()
     """What the search turned on of what the user left open."""
 
@@ -237,7 +239,8 @@ def _powers(most: int) -> list[int]:
 def candidate(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> Candidate:
     """One combination, predicted for its worst micro-batch."""
     techniques = techniques_of(question, size, tokens, work, checkpointed)
-    return judged(question.model, question.hardware, techniques, work)
+    made = judged(question.model, question.hardware, techniques, work)
+    return replace(made, predicted=made.predicted.corrected(dict(question.learnt)))
 
 
 def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique, ...], work: Work) -> Candidate:

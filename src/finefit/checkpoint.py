@@ -31,7 +31,7 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
             save_trained(run.model, building, base)
             if states := _optimizer_tensors(run):  # SGD keeps none
                 write_tensors(building / "optimizer.safetensors", states)
-            write_tensors(building / "random.safetensors", _generators())
+            write_tensors(building / "random.safetensors", generators())
             write_atomically(building / "state.json", json.dumps(_state(run, step)).encode())
             sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
             write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
@@ -56,12 +56,9 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
         load_trained(run.model, path)
         if states := _optimizer_tensors(run):
             read_tensors(path / "optimizer.safetensors", states)
-        generators = _generators()
-        read_tensors(path / "random.safetensors", generators)
-        torch.set_rng_state(generators["cpu"])
-        for name, state in generators.items():
-            if name.startswith("cuda"):
-                torch.cuda.set_rng_state(state, int(name.removeprefix("cuda")))
+        drawn = generators()
+        read_tensors(path / "random.safetensors", drawn)
+        draw_from(drawn)
         state = json.loads((path / "state.json").read_text())
         if run.scaler.is_enabled():
             run.scaler.load_state_dict(state["scaler"])
@@ -99,11 +96,26 @@ def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
     }
 
 
-def _generators() -> dict[str, Tensor]:
+def generators() -> dict[str, Tensor]:
+    """States of all generators of random numbers, by name."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     return states
+
+
+def draw_from(states: dict[str, Tensor]) -> None:
+    """Set the generators back to these states."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda")))
+
+
+def is_there(folder: Path) -> bool:
+    """Whether any checkpoint is, whole or not."""
+    return bool(_folders(folder))
 
 
 def _sha256(path: Path) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,11 @@ app = typer.Typer(
     help="Fine-tune the LLM you want on the GPU you have.",
 )  # fmt: skip
 
+LogFormat = Annotated[str, typer.Option(help="auto, live, plain or json")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(help="refuse tensors beyond this, as a smaller device would: what a run does then can be tried"),
+]
 Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yaml, then key=value settings")]
 
 
@@ -108,7 +114,8 @@ def _verified(made: Any, config: Any, model: Any, hardware: Any, data: Any) -> d
 def train(
     words: Words = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="obey this plan file")] = None,
-    log_format: Annotated[str, typer.Option(help="auto, live, plain or json")] = "auto",
+    log_format: LogFormat = "auto",
+    memory_limit: MemoryLimit = None,
 ) -> None:
     """Fine-tune: finefit train MODEL DATA [key=value …], or finefit train run.yaml [key=value …]."""
     from . import session
@@ -118,19 +125,20 @@ def train(
     if config.data is None:
         raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
     _check_data(config)
-    _carry_out(session.new(config, plan_file), log_format, resumed=False)
+    _carry_out(lambda: session.new(config, plan_file), log_format, memory_limit, resumed=False)
 
 
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
-    log_format: Annotated[str, typer.Option(help="auto, live, plain or json")] = "auto",
+    log_format: LogFormat = "auto",
+    memory_limit: MemoryLimit = None,
 ) -> None:
     """Go on with a run that was stopped or killed, exactly where its last checkpoint was."""
     from . import session
 
     steady_environment()
-    _carry_out(session.again(run), log_format, resumed=True)
+    _carry_out(lambda: session.again(run), log_format, memory_limit, resumed=True)
 
 
 @app.command()
@@ -294,17 +302,21 @@ def _check_data(config: Any) -> None:
             check_named(name)
 
 
-def _carry_out(job: Any, log_format: str, resumed: bool) -> None:
+def _carry_out(begun: Callable[[], Any], log_format: str, memory_limit: str | None, resumed: bool) -> None:
+    """The job that ``begun`` gives, once the options are known to be right."""
     from .events import EventLog
     from .terminal.live import reporter
+    from .units import parse_bytes
 
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
     kinds = ("auto", "live", "plain", "json")
     if log_format not in kinds:
         raise ConfigError(f"--log-format {log_format} is unknown", hint=did_you_mean(log_format, kinds))
+    job = begun()
     with reporter(log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
         from .trainer import carry_out
 
-        status = carry_out(job, log, resumed)
+        status = carry_out(job, log, resumed, limit)
     if status == "stopped":
         print(f"stopped and saved; finefit resume {job.folder} goes on", file=sys.stderr)
         raise SystemExit(130)

@@ -35,6 +35,7 @@ def held_out_loss(
 
 def unlearned_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
     """`summed_loss` without dropout and with nothing kept for a backward; the run is in training mode afterwards."""
+    run.doing.moment = "eval"
     run.model.eval()
     with torch.no_grad(), _no_casts_kept():
         loss = summed_loss(run, batch, ledger)

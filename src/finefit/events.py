@@ -46,7 +46,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # moment: load, resume, eval, save or merge, the first of each in a process | measured, predicted: {component: bytes}
     # on the device | host_bytes: resident at its peak, pages of mapped files too | predicted_host: {component: bytes}
     "phase": ("moment", "step", "measured", "predicted", "host_bytes", "predicted_host"),
-    # message: what the device refused, and where in the step
+    # message: what the device refused, and where in the step | optional moment: of a footprint, where it was
     "out_of_memory": ("step", "message"),
     # plan: the new one | message: what was learnt | optional predicted: footprint
     "replan": ("step", "plan", "message"),

@@ -5,7 +5,7 @@ line up with its own. A peak is a maximum over moments, never a sum of everythin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 COMPONENTS = ("parameter", "gradient", "optimizer_state", "activation", "temporary", "input", "reserved")
@@ -72,6 +72,17 @@ class Footprint:
     def total_bytes(self) -> int:
         """What the device must have: live tensors and what is reserved beside them."""
         return self.peak_bytes + self.reserved_bytes
+
+    def corrected(self, times: Mapping[str, float]) -> "Footprint":
+        """With activations and temporaries of each of these moments so many times as large."""
+        moments = {
+            moment: {
+                c: round(n * times.get(moment, 1.0)) if c in ("activation", "temporary") else n
+                for c, n in parts.items()
+            }
+            for moment, parts in self.moments.items()
+        }
+        return replace(self, moments=moments) if times else self
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -52,6 +52,7 @@ def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Liter
 def _train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
     skipped = 0
     process = psutil.Process()
+    run.doing.step = done
     for step in range(done + 1, pace.steps + 1):
         started = time.perf_counter()
         rate = pace.learning_rate(step)
@@ -69,11 +70,16 @@ def _train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Lite
         stopping, last = hooks.stop(), step == pace.steps
         if last or stopping or (pace.save_every and step % pace.save_every == 0):
             hooks.save(step)
-        if last or (not stopping and pace.eval_every and step % pace.eval_every == 0):
+        if last or (not stopping and evaluates(pace, step)):
             hooks.evaluate(step)
         if stopping and not last:
             return "stopped"
     return "finished"
+
+
+def evaluates(pace: Pace, step: int) -> bool:
+    """Whether there is an evaluation after this step."""
+    return step == pace.steps or bool(pace.eval_every and step % pace.eval_every == 0)
 
 
 def _of_device(run: Run) -> dict[str, int]:
@@ -117,11 +123,14 @@ def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
     losses = []
-    for batch in batches:
+    for run.doing.micro, batch in enumerate(batches):
+        run.doing.moment = "forward_end"
         loss = summed_loss(run, batch.to(run.device)) / labelled
+        run.doing.moment = "backward_peak"
         run.scaler.scale(loss).backward()
         losses.append(loss.detach())
     total = sum(loss.item() for loss in losses)  # only now: a device would be waited for between micro-batches
+    run.doing.moment = "optimizer_step"
     stepped = run.optimizer.gradients()
     run.scaler.unscale_(run.optimizer)
     norm = run.clip(stepped).item()
@@ -130,6 +139,7 @@ def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
+    run.doing.step += 1
     return total, norm, sum(batch.tokens for batch in batches), labelled
 
 

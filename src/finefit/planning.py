@@ -74,10 +74,9 @@ def budget_of(config: Config, hardware: HardwareSpec) -> Budget:
 
 def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:
     """The search for this config; without data every example counts as long as allowed."""
-    job, batches = job_of(config, data), batches_of(config, model, data)
-    question = Question(model, hardware, job, batches, budget_of(config, hardware))
+    question = question_of(config, model, hardware, data)
     plan = explained(question, search(question))
-    wanted, has = job.longest, model.max_position_embeddings
+    wanted, has = question.job.longest, model.max_position_embeddings
     if wanted > has:
         counted = f"{WARNING}the model has positions for {has:,} tokens: " + (
             "what is longer is beyond what it was trained for"
@@ -86,6 +85,12 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "D
         )
         plan = replace(plan, notes=(*plan.notes, counted))
     return foreseen(plan, model, hardware, data)
+
+
+def question_of(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Question:
+    """What a search for this config depends on."""
+    batches = batches_of(config, model, data)
+    return Question(model, hardware, job_of(config, data), batches, budget_of(config, hardware))
 
 
 def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:

@@ -77,6 +77,18 @@ def one_by_one(lengths: Sequence[int]) -> list[list[int]]:
 
 
 @dataclass(slots=True)
+class Doing:
+    """Where a run is: told where it happens, so that an error can say what it came to."""
+
+    moment: str = "load"
+    """Of ``footprint.MOMENTS``."""
+    step: int = 0
+    """Updates that are made."""
+    micro: int = 0
+    """Which micro-batch of the step, from 0."""
+
+
+@dataclass(slots=True)
 class Run:
     model: Any
     """A transformers model; its attributes differ by family, so it is typed where it is used."""
@@ -88,6 +100,7 @@ class Run:
     clip: Callable[[Sequence[nn.Parameter]], Tensor] = global_norm
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     optimizer: Optimizer = field(default_factory=Optimizer)
+    doing: Doing = field(default_factory=Doing)
     evidence: dict[str, int] = field(default_factory=dict)
     """What really happened, counted where it happens; post-conditions compare it with the plan."""
 
@@ -117,4 +130,6 @@ def summed_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = 
             told = {}  # every row is one sequence, from its first position on
         hidden = run.model.get_decoder()(input_ids=batch.ids_bs, use_cache=False, **told).last_hidden_state
         (ledger or NoLedger()).mark("loss")
+        if run.doing.moment == "forward_end":
+            run.doing.moment = "loss"
         return run.loss(run.model, hidden, batch)

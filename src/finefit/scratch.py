@@ -7,6 +7,7 @@ Tensors without values (a fake step) take a place and no bytes. Declines to hold
 between processes.
 """
 
+import ctypes
 import mmap
 import os
 import sys
@@ -82,8 +83,8 @@ class Scratch:
         except OSError as error:
             raise self._failed(error) from error
         at = place.offset - pages.offset
+        _PAGES[pages.address + at] = pages  # first, or who follows tensors takes it for one of the memory's
         made = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=at).view(tensor.shape)
-        _PAGES[made.data_ptr()] = pages
         made.copy_(tensor.detach())
         let_go(made)
         return made
@@ -97,7 +98,7 @@ class Scratch:
             os.truncate(self.file, self._end)  # without blocks: those come as they are needed
             pages = self._pages = _Pages(self.file, extent.n_bytes, offset=extent.offset)
             pages.offset, pages.taken = extent.offset, 0
-            pages.address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+            pages.address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         place = Place(pages.offset + pages.taken, whole)
         pages.taken += whole
         return pages, place

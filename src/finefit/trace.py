@@ -131,14 +131,17 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
     with ledger, block_marks(ledger, blocks_of(run.model)):
         for _ in range(micro_steps):
             ledger.mark("forward before")
+            run.doing.moment = "forward_end"
             loss = summed_loss(run, batch, ledger) / 7
             ledger.mark("backward start")
             loss = run.scaler.scale(loss)
+            run.doing.moment = "backward_peak"
             loss.backward()
             del loss
             ledger.mark("idle")
         ledger.own((p.grad for p in run.model.parameters()), "gradient")
         ledger.mark("optimizer")
+        run.doing.moment = "optimizer_step"
         stepped = run.optimizer.gradients()
         run.scaler.unscale_(run.optimizer)
         run.clip(stepped)

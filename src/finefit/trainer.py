@@ -4,20 +4,22 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import adapter, checkpoint, evaluate, loop, models, phases, watch
+from . import adapter, checkpoint, evaluate, loop, models, phases, planning, shortage, supervise, watch
 from .build import load, rewritten
 from .candidates import rewrite
+from .cap import capped
 from .config import Config
 from .data.order import spaced
-from .errors import DataError, Diverged, OutOfMemory
+from .errors import CheckpointError, DataError, Diverged, OutOfMemory
 from .events import EventLog, number, steps
+from .footprint import MOMENT_LABELS, STEP
 from .layout import Micro
 from .nn.optimizers import Optimizing
 from .obey import worst_rows
@@ -27,78 +29,168 @@ from .report.folder import write_report
 from .run import Example, MicroBatch, Run, trainable
 from .session import Job, peak_rate
 from .spec import ModelSpec
-from .units import format_bytes
 
 SHORTEST_SAMPLE_S = 3.0  # an answer is shown for as long as its evaluation took, and no less
 _UNCHANGED_LENGTH = 2  # examples used to check that packed neighbours do not see each other
 
 
-def carry_out(job: Job, log: EventLog, resumed: bool) -> str:
-    """Train by the plan; the run's status. Events tell everything that happens."""
-    try:
-        return _carry_out(job, log, resumed)
-    except Diverged as error:
-        _tell_failed(job, log)
-        error.where = str(job.folder)
-        error.message = f"stopped before an update that is not a number ({error.message}); the last checkpoint is kept"
-        raise
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
+@dataclass(slots=True)
+class Attempt:
+    """One plan being carried out, and what of it is needed where memory runs out."""
+
+    number: int
+    """0 for the plan the run began with."""
+    goes_on: bool
+    """Whether a checkpoint may be there."""
+    has_begun: bool = False
+    """Whether it is past the rehearsal."""
+    run: Run | None = None
+    generators: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of random numbers, as they were when the step began."""
+
+
+def carry_out(job: Job, log: EventLog, resumed: bool, limit_bytes: int | None = None) -> str:
+    """Train by the plan, and by another one where memory runs out; the run's status. Events tell everything that happens.
+
+    ``limit_bytes`` of tensors is all that the device gives.
+    """
+    lesson, attempt = supervise.Lesson(), Attempt(0, resumed)
+    while True:
+        try:
+            with capped(limit_bytes, _device(job)):
+                return _carry_out(job, log, attempt, resumed)
+        except Diverged as error:
+            _tell_failed(job, log)
+            error.where = str(job.folder)
+            error.message = (
+                f"stopped before an update that is not a number ({error.message}); the last checkpoint is kept"
+            )
             raise
-        log.write("out_of_memory", step=_last_step(job), message=str(error).splitlines()[0])
-        _tell_failed(job, log)
-        predicted = format_bytes(job.plan.predicted.total_bytes)
+        except shortage.ERRORS as error:
+            if not shortage.is_shortage(error):
+                raise
+            met = _met(job, attempt, error)
+        # Out of the handler nothing holds what the step had made.
+        try:
+            lesson, job = _again(job, log, attempt, met, lesson)
+        except OutOfMemory as error:
+            _tell_failed(job, log)
+            error.where = str(job.folder)
+            raise
+        attempt = Attempt(attempt.number + 1, True)
+
+
+def _met(job: Job, attempt: Attempt, error: BaseException) -> shortage.Shortage:
+    """What was refused, where; nothing of the step is held by it."""
+    message, asked = str(error).partition("\n")[0], shortage.asked_bytes(error)
+    if (run := attempt.run) is None:
+        return shortage.Shortage("load", message, asked_bytes=asked)
+    held = shortage.held_bytes(error, run.device)
+    micro = None
+    if run.doing.moment in STEP and attempt.has_begun:
+        step = min(run.doing.step + 1, job.data.steps)
+        examples = [_example(job.data.store, row) for row in job.data.batch(step)]
+        groups = run.split([len(ids) for ids, _ in examples])
+        micro = shortage.micro_of(run.collate([examples[i] for i in groups[min(run.doing.micro, len(groups) - 1)]]))
+    return shortage.Shortage(run.doing.moment, message, run.doing.step, micro, held, asked)
+
+
+def _again(
+    job: Job, log: EventLog, attempt: Attempt, met: shortage.Shortage, lesson: supervise.Lesson
+) -> tuple[supervise.Lesson, Job]:
+    """The state saved, everything else let go, and a plan that needs less; OutOfMemory where there is none."""
+    log.write("out_of_memory", step=met.step, message=f"{MOMENT_LABELS[met.moment]}: {met.message}", moment=met.moment)
+    _rescue(job, log, attempt, met.moment)
+    attempt.run = None
+    shortage.let_go(_device(job))
+    if attempt.number == supervise.MOST:
         raise OutOfMemory(
-            f"the device ran out of memory; the plan foresaw {predicted} of {format_bytes(job.plan.budget_bytes)}",
-            where=str(job.folder), hint="start again with a smaller memory.budget; something else may be using the memory",
-        ) from error  # fmt: skip
+            f"memory ran out again with the plan made after {supervise.MOST} others ({met.message})",
+            hint="something else uses the memory, or more and more of it is not given back; finefit resume goes on from the last checkpoint",
+        )  # fmt: skip
+    model = replace(ModelSpec.from_folder(job.model_folder), name=job.plan.model)
+    question = planning.question_of(job.config, model, job.hardware, job.data)
+    lesson = supervise.learnt(question, job.plan, met, lesson)
+    plan = planning.foreseen(supervise.planned_again(question, job.plan, lesson), model, job.hardware, job.data)
+    plan.save(job.folder / "plan.json")
+    message = f"{lesson.says}; now {supervise.changed(job.plan, plan)}"
+    log.write("replan", step=met.step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
+    return lesson, replace(job, plan=plan)
+
+
+def _rescue(job: Job, log: EventLog, attempt: Attempt, moment: str) -> None:
+    """A checkpoint of all updates made so far, if there is not one and the state is whole; else the newest one counts."""
+    run, folder = attempt.run, job.folder / "checkpoints"
+    if run is None or not run.doing.step:
+        return
+    if run.optimizer.is_halfway:
+        _warn(
+            log, f"the update of step {run.doing.step + 1} broke off", "it is made again, from the last checkpoint on"
+        )
+        return
+    run.optimizer.zero_grad(set_to_none=True)
+    shortage.let_go(run.device)
+    if _last_step(job) == run.doing.step:
+        return
+    if moment in STEP:  # the step is to be made again
+        checkpoint.draw_from(attempt.generators)
+    try:
+        _save(job, run, log, {"save"}, run.doing.step)
+    except (CheckpointError, *shortage.ERRORS) as error:
+        if not isinstance(error, CheckpointError) and not shortage.is_shortage(error):
+            raise
+        _warn(
+            log, f"the state of step {run.doing.step} was not saved to {folder}: {error}", "the last checkpoint counts"
+        )
 
 
 def _tell_failed(job: Job, log: EventLog) -> None:
     log.write("end", status="failed", step=_last_step(job), seconds=0.0, loss_before=None, loss_after=None)
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has a class of its own for it; the CPU allocator only says so."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _carry_out(job: Job, log: EventLog, resumed: bool) -> str:
+def _carry_out(job: Job, log: EventLog, attempt: Attempt, resumed: bool) -> str:
+    """``resumed``: the run is one that was begun before."""
     started = time.perf_counter()
     _set_threads(job.config)
-    worst = [] if resumed else _worst_rows(job)
-    if not resumed:
+    first = attempt.number == 0
+    worst = [] if resumed and first else _worst_rows(job)
+    if not resumed and first:
         _tell_plan(job, log, worst)
-    run = _build(job, log)
+    run = _build(job, log, attempt)
     seconds = time.perf_counter() - started
-    done = _resume(job, run, log) if resumed else 0
-    for sentence in job.said:
-        log.write("warn", message=sentence, hint="")
-    if resumed:
-        log.write("warn", message=f"resumed after step {done} of {job.data.steps}", hint="")
-    else:
+    if worst:
         _rehearse(job, run, log, worst)
-    _tell_build(job, run, log, seconds, verified=not resumed)
+    done = _resume(job, run, log) if attempt.goes_on else 0
+    if first:
+        for sentence in job.said:
+            log.write("warn", message=sentence, hint="")
+    if resumed and first:
+        log.write("warn", message=f"resumed after step {done} of {job.data.steps}", hint="")
+    _tell_build(job, run, log, seconds, verified=bool(worst))
+    attempt.has_begun = True
     held_out = [_example(job.data.held_out, row) for row in job.data.evaluated()]
     losses: list[float] = []
     watched: set[str] = set()
-    if done == 0:
+    evaluated = {int(event["step"]) for event in steps(job.folder / "events.jsonl", "eval")}
+    if done == 0 and (first or 0 not in evaluated):
         losses.append(_evaluate(job, run, log, held_out, watched, 0))
     with stop_on_signals() as stop:
         hooks = loop.Hooks(
-            feed=partial(_feed, job, run),
+            feed=partial(_feed, job, run, attempt),
             evaluate=lambda step: losses.append(_evaluate(job, run, log, held_out, watched, step)),
             save=partial(_save, job, run, log, watched),
             stop=stop,
         )
+        if not first and done and loop.evaluates(_pace(job), done) and done not in evaluated:
+            hooks.evaluate(done)
         status = loop.train(run, _pace(job), hooks, log, done)
     if status == "finished":
         adapter.save_trained(run.model, job.folder, job.config.model)
         adapter.save_tokenizer(job.tokenizer, job.folder)
-    first, last = _held_out_losses(job.folder, losses)
+    before, after = _held_out_losses(job.folder, losses)
     step = job.data.steps if status == "finished" else _last_step(job)
     log.write(
-        "end", status=status, step=step, seconds=time.perf_counter() - started, loss_before=first, loss_after=last
+        "end", status=status, step=step, seconds=time.perf_counter() - started, loss_before=before, loss_after=after
     )
     write_report(job.folder)
     return status
@@ -118,13 +210,16 @@ def _tell_plan(job: Job, log: EventLog, worst: list[int]) -> None:
     )  # fmt: skip
 
 
-def _build(job: Job, log: EventLog) -> Run:
-    plan = job.plan
-    device = torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
+def _device(job: Job) -> torch.device:
+    return torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
+
+
+def _build(job: Job, log: EventLog, attempt: Attempt) -> Run:
+    plan, device = job.plan, _device(job)
     at = job.config.train
     peak = peak_rate(job.config, plan.method)
     torch.manual_seed(job.config.seed)  # dropout draws from the global generator, which checkpoints keep
-    run = rewritten(models.config_of(job.model_folder), plan.techniques, device)
+    run = attempt.run = rewritten(models.config_of(job.model_folder), plan.techniques, device)
     with watch.phase("load", run) as seen:
         load(run, models.fill_from(job.model_folder), job.config.seed)
     watch.tell(log, "load", 0, seen, plan.predicted)
@@ -133,7 +228,10 @@ def _build(job: Job, log: EventLog) -> Run:
 
 
 def _resume(job: Job, run: Run, log: EventLog) -> int:
-    """The newest whole checkpoint's step, its state put back into the run."""
+    """The newest whole checkpoint's step, its state put back into the run; 0 where there is none yet."""
+    run.doing.moment = "resume"
+    if not checkpoint.is_there(job.folder / "checkpoints"):
+        return 0
     with watch.phase("resume", run) as seen:
         done = checkpoint.load_newest(run, job.folder / "checkpoints", partial(_warn, log))
     watch.tell(log, "resume", done, seen, job.plan.predicted)
@@ -182,7 +280,8 @@ def _example(store: Any, row: int) -> Example:
     return ids, mask
 
 
-def _feed(job: Job, run: Run, step: int) -> list[MicroBatch]:
+def _feed(job: Job, run: Run, attempt: Attempt, step: int) -> list[MicroBatch]:
+    attempt.generators = checkpoint.generators()
     examples = [_example(job.data.store, row) for row in job.data.batch(step)]
     return [run.collate([examples[i] for i in group]) for group in run.split([len(ids) for ids, _ in examples])]
 
@@ -232,7 +331,7 @@ def _watch_batch(job: Job, run: Run, log: EventLog, watched: set[str], step: int
 
 
 def _save(job: Job, run: Run, log: EventLog, watched: set[str], step: int) -> None:
-    started = time.perf_counter()
+    started, run.doing.moment = time.perf_counter(), "save"
     save = partial(checkpoint.save, run, step, job.folder / "checkpoints", job.config.model)
     keep = job.config.train.keep_checkpoints
     if "save" in watched:

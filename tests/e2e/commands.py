@@ -4,10 +4,6 @@ import json
 from pathlib import Path
 
 
-def chat(question, answer):
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
 def events(folder: Path, name: str) -> list[dict]:
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == name]

@@ -1,63 +1,19 @@
-"""A tiny model with a tokenizer and a chat template, a data file, and the command line in a process of its own."""
+"""The command line in a process of its own, on a tiny model."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from commands import chat
-
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+from tiny_run import data, model  # noqa: F401
 
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """A llama of four layers with random weights."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {"<|im_start|>": 0, "<|im_end|>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
-    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )  # fmt: skip
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=len(words), max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rows = [
-        chat(f"Count from {i}." + " Please." * (i % 5), " ".join(str(n) for n in range(i, i + 2 + i % 7)))
-        for i in range(48)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -69,16 +25,23 @@ def environment(home):
 
 
 @pytest.fixture(scope="session")
-def finefit(environment):
+def finefit(environment, tmp_path_factory):
+    """One command, its exit code checked; gives what it printed."""
+    folder = tmp_path_factory.mktemp("printed")
+    out, err = folder / "out", folder / "err"
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forked.py"))],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
     def run(*words, cwd=None, expect=0):
-        done = subprocess.run(
-            [sys.executable, "-m", "finefit", *map(str, words)],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        asked = {"words": [*map(str, words)], "cwd": cwd and str(cwd), "out": str(out), "err": str(err)}
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        done = subprocess.CompletedProcess(words, int(server.stdout.readline()), out.read_text(), err.read_text())
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    return run
+    yield run
+    server.stdin.close()
+    assert server.wait(10) == 0

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from commands import chat, events
+from commands import events
+from tiny_run import chat
 
 SHORT = ("method=lora", "lora.rank=4", "train.global_batch_size=8", "train.max_length=256", "train.learning_rate=1e-2")
 

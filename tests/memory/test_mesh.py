@@ -46,7 +46,7 @@ def peaks(*techniques):
     return footprint(rewrite(MODEL, MICRO, ordered)), moments
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("blocks", [0, 6], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_rank_is_predicted_as_it_is_simulated(mesh, blocks, steps):

@@ -139,7 +139,7 @@ def loading(techniques, folder, monkeypatch):
     return top, run, predict.footprint(layout).moments["load"]
 
 
-@pytest.mark.parametrize("chunk", [2**14, 2**16, 2**20])
+@pytest.mark.parametrize("chunk", [2**14, *(pytest.param(n, marks=pytest.mark.slow) for n in (2**16, 2**20))])
 @pytest.mark.parametrize("form", FORMS)
 def test_loading_holds_a_chunk_beside_the_model_and_reads_the_file_in_place(form, chunk, folder, monkeypatch):
     techniques = (Precision("bf16"), QuantizedBase(*FORMS[form], chunk), Lora(4))

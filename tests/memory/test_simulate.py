@@ -134,7 +134,14 @@ TRUTH = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-
 
 
 @pytest.mark.parametrize(
-    ("model", "first"), [("SmolLM2-135M", 13), ("SmolLM2-135M", 27), ("Gemma-2-2B", 11), ("DeepSeek-V2-Lite", 9)]
+    ("model", "first"),
+    [
+        ("SmolLM2-135M", 13),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("SmolLM2-135M", 27), ("Gemma-2-2B", 11), ("DeepSeek-V2-Lite", 9))
+        ),
+    ],
 )
 def test_some_blocks_checkpointed_are_as_all_of_them_stepped(model, first):
     """Two runs of blocks that are alike, of each five groups stepped; of the update one tensor is as long as there are
@@ -210,8 +217,10 @@ def test_experts_of_any_type_are_simulated(kind: str) -> None:
     assert max(stream.moments()["backward_peak"].values()) > 0
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
-@pytest.mark.parametrize("model", ["SmolLM2-135M", "Llama-3.1-8B"])
+@pytest.mark.parametrize(("model", "place"), [
+    ("SmolLM2-135M", "host"), ("Llama-3.1-8B", "disk"),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("SmolLM2-135M", "disk"), ("Llama-3.1-8B", "host"))),
+])  # fmt: skip
 def test_streamed_weights_are_simulated_without_any(model, place):
     """The step is that of resident weights, at every moment, but for the weights themselves: one arena, counted once."""
     spec, micro = resolve_model(model), Micro(256, 256, 256)

@@ -312,7 +312,13 @@ def test_a_scaler_that_finds_nothing_changes_nothing(kind):
     assert all(torch.equal(one, other) for one, other in zip(plain, scaled, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("adamw", "adamw_8bit", "apollo") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_nothing_is_asked_of_a_device(kind):
     """Fake tensors have no values to tell."""
     for dtype, rounding in ((torch.float32, "nearest"), (torch.bfloat16, "stochastic")):

@@ -124,12 +124,17 @@ def test_every_technique_is_in_the_square():
     assert set(TECHNIQUES) == {Precision, *(type(t) for t in ONE_OF_EACH), *DIVIDING}
 
 
+# What changes nothing of what a forward or a backward makes: pairs with it are slow.
+BETWEEN = {Accumulation, Clipping, Allocator}
+
+
 def in_every_precision():
     """Each alone in all of them, pairs in one; the other pairs are slow."""
     for techniques, kind in itertools.product(SETS, KINDS):
         if kind == "fp16_mixed" and FusedBackwardStep() in techniques:
             continue  # refused: a scaled loss needs all gradients before a step
-        marks = [pytest.mark.slow] if len(techniques) > 1 and kind != "bf16_mixed" else []
+        is_other = len(techniques) > 1 and (kind != "bf16_mixed" or not BETWEEN.isdisjoint(map(type, techniques)))
+        marks = [pytest.mark.slow] if is_other else []
         yield pytest.param(techniques, kind, marks=marks, id=f"{names(techniques)}-{kind}")
 
 
@@ -140,7 +145,7 @@ def test_square(techniques, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [2**12, 2**18])
+@pytest.mark.parametrize("chunk", [2**12, pytest.param(2**18, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", get_args(OptimizerKind))
 def test_square_of_every_optimizer(optimizer, chunk, kind):
     """A projected gradient needs sides beyond the rank for itself: the tiny model's are not, so it has wider ones too."""

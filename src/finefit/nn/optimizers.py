@@ -101,6 +101,8 @@ class Optimizer(torch.optim.Optimizer):
         self.stepped: dict[Parameter, Parameter] = {}  # by the model's
         self.updated: set[Parameter] = set()
         """Of what is stepped, all that has had a gradient: wherever that was, and however soon it was gone."""
+        self.is_halfway = False
+        """Whether some of what is stepped has been, and the step is not over."""
         self.beside: list[Tensor] = []
         """Single numbers that a rule keeps of no parameter, from ``begin`` on; no checkpoint has them."""
 
@@ -152,11 +154,13 @@ class Optimizer(torch.optim.Optimizer):
             found_inf = found_inf.to(parameters[0].device)
         at = {**group, "found_inf": found_inf}
         self.updated.update(parameters)
+        self.is_halfway = True
         self.rule.update(parameters, [self.state[p] for p in parameters], at)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.home.cleared()
+        self.is_halfway = False
 
 
 def _batches(parameters: Sequence[Parameter], most: int) -> Iterator[list[Parameter]]:

@@ -1,0 +1,82 @@
+"""What a run that died teaches, and the plan that goes on: pure functions of the question, the plan and the shortage."""
+
+import pytest
+
+from finefit.batches import Uniform
+from finefit.candidates import Question, rewrite
+from finefit.errors import OutOfMemory
+from finefit.layout import Micro
+from finefit.predict import footprint
+from finefit.search import search
+from finefit.shortage import Shortage
+from finefit.spec import HardwareSpec, JobSpec, resolve_model
+from finefit.supervise import Lesson, changed, learnt, planned_again
+from finefit.units import parse_budget
+
+MIB = 2**20
+CPU = HardwareSpec("a CPU", "cpu", 16 * 2**30, matmul_flops_per_s=(("float32", 1e11),), bandwidth_bytes_per_s=1e10)
+MODEL = resolve_model("SmolLM2-135M")
+
+
+def question(**wish):
+    job = JobSpec(**{"method": "lora", "global_batch_size": 16, "max_length": 512, "longest": 512, **wish})
+    return Question(MODEL, CPU, job, Uniform(16, 512), parse_budget("90%", CPU.memory_bytes))
+
+
+def test_more_than_was_foreseen_scales_what_the_moment_makes_and_no_state():
+    asked = question()
+    plan, micro = search(asked), Micro(1024, 512, 512)
+    said = footprint(rewrite(MODEL, micro, plan.techniques), CPU).moments["backward_peak"]
+    made = said["activation"] + said["temporary"]
+    met = Shortage("backward_peak", "", 3, micro, sum(said.values()) + made // 2 - 7, 7)
+    lesson = learnt(asked, plan, met, Lesson())
+    assert lesson.times == {"backward_peak": pytest.approx(1.5, abs=1e-6)}
+    again = learnt(asked, plan, Shortage("backward_peak", "", 3, micro, sum(said.values()) + made - 7, 7), lesson)
+    assert again.times == {"backward_peak": pytest.approx(2.0, abs=1e-6)}
+    corrected = plan.predicted.corrected(lesson.times)
+    assert corrected.moments["loss"] == plan.predicted.moments["loss"]
+    assert corrected.moments["backward_peak"]["parameter"] == plan.predicted.moments["backward_peak"]["parameter"]
+
+
+def test_less_than_was_foreseen_lowers_the_limit_to_what_there_was():
+    asked = question()
+    plan = search(asked)
+    lesson = learnt(asked, plan, Shortage("loss", "", 0, None, 400 * MIB, MIB), Lesson())
+    assert (lesson.times, lesson.limit_bytes) == ({}, 400 * MIB)
+    assert planned_again(asked, plan, lesson).predicted.total_bytes <= 400 * MIB
+
+
+def test_a_smaller_micro_batch_comes_before_checkpointing_and_that_before_offload():
+    asked = question()
+    plan, on = search(asked), []
+    for limit in (900, 480, 300, 220):
+        plan = planned_again(asked, plan, Lesson(limit_bytes=limit * MIB))
+        on.append({t.name for t in plan.techniques} & {"checkpointing", "parameter_offload", "activation_offload"})
+    assert on[0] == set() and on[1:] == sorted(on[1:], key=len)
+    assert "checkpointing" in on[2] and "parameter_offload" in on[3]
+
+
+def test_what_changes_the_result_stays_as_it_was():
+    """Of method=auto the method that was found, and its precision; the base's bits are the user's anyway."""
+    asked = question(method="auto")
+    plan = search(asked)
+    again = planned_again(asked, plan, Lesson(limit_bytes=plan.predicted.total_bytes // 2))
+    assert plan.method == again.method == "full"
+    assert plan.technique("precision") == again.technique("precision")
+    assert changed(plan, again).startswith("micro-batches of at most")
+
+
+def test_a_guess_that_nothing_meets_gives_way_to_the_smallest_step_down():
+    asked = question()
+    plan = search(asked)
+    again = planned_again(asked, plan, Lesson(guess_bytes=MIB))
+    assert again.predicted.total_bytes <= 0.8 * plan.predicted.total_bytes
+
+
+def test_a_limit_that_nothing_meets_ends_with_the_argument():
+    asked = question()
+    with pytest.raises(
+        OutOfMemory, match=r"no plan is left: HuggingFaceTB/SmolLM2-135M \(lora\) needs at least"
+    ) as caught:
+        planned_again(asked, search(asked), Lesson(limit_bytes=10 * MIB))
+    assert "would fit" in caught.value.hint
