@@ -25,8 +25,7 @@ app = typer.Typer(
 
 LogFormat = Annotated[str, typer.Option(help="auto, live, plain or json")]
 MemoryLimit = Annotated[
-    str | None,
-    typer.Option(help="refuse tensors beyond this, as a smaller device would: what a run does then can be tried"),
+    str | None, typer.Option(help="refuse tensors beyond this, as a smaller device would: to try what a run does then")
 ]
 Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yaml, then key=value settings")]
 
