@@ -6,7 +6,9 @@ gradient does not depend on how the batch was split.
 
 import gc
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ class Pace:
     eval_every: int
     save_every: int
     log_every: int
+    most_skips: int = 0
+    """Updates in a row that may be skipped because a loss or a gradient is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class Hooks:
     evaluate: Callable[[int], None]
     save: Callable[[int], None]
     stop: Callable[[], bool]
+    blame: Callable[[int], str] = lambda _step: ""
+    """What of a step, whose gradients are still there, is not finite: which tensor, which examples."""
 
 
 def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
@@ -50,17 +56,24 @@ def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Liter
 
 
 def _train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
-    skipped = 0
+    skipped, spikes = 0, Spikes()
     process = psutil.Process()
     run.doing.step = done
     for step in range(done + 1, pace.steps + 1):
         started = time.perf_counter()
         rate = pace.learning_rate(step)
-        loss, norm, tokens, labelled = optimizer_step(run, hooks.feed(step), rate)
+        try:
+            loss, norm, tokens, labelled = optimizer_step(run, hooks.feed(step), rate)
+        except NotFinite as error:
+            _skip(run, pace, hooks, log, error, skipped)
+            loss, norm, tokens, labelled = error.made
         seconds = time.perf_counter() - started
-        skipped = 0 if math.isfinite(norm) else skipped + 1
-        if skipped:
+        skipped = 0 if math.isfinite(loss + norm) else skipped + 1
+        if skipped and run.scaler.is_enabled():
             _tell_skipped(run, log, step, skipped)
+        if usual := spikes.usual(loss):
+            said = f"the loss of step {step} is {loss:.3f}, of the {Spikes.BEFORE} before it {usual:.3f}"
+            log.write("warn", message=said, hint="look at its examples, or try a smaller train.learning_rate")
         if step % pace.log_every == 0 or step == pace.steps:
             log.write(
                 "step", step=step, steps=pace.steps, loss=loss, learning_rate=rate, grad_norm=norm, tokens=tokens,
@@ -75,6 +88,38 @@ def _train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Lite
         if stopping and not last:
             return "stopped"
     return "finished"
+
+
+def _skip(run: Run, pace: Pace, hooks: Hooks, log: EventLog, error: "NotFinite", skipped: int) -> None:
+    """Make no update of a step that is not finite, and say what of it is not; the error where it is one too many."""
+    step = run.doing.step + 1
+    why = hooks.blame(step)
+    if skipped >= pace.most_skips or run.optimizer.is_halfway:
+        error.message += f"; {why}" * bool(why)
+        raise error
+    run.optimizer.zero_grad(set_to_none=True)
+    run.doing.step = step
+    log.write("skip", step=step, scale=1.0, skipped=skipped + 1, message=f"{error.message}; {why}")
+
+
+class Spikes:
+    """Losses far above those before them."""
+
+    BEFORE, TIMES, DEVIATIONS = 50, 1.5, 6.0
+
+    def __init__(self) -> None:
+        self.before: deque[float] = deque(maxlen=self.BEFORE)
+
+    def usual(self, loss: float) -> float:
+        """Their mean before ``loss``, where it is far above; else 0. One that is far above does not count from then on."""
+        if not math.isfinite(loss):
+            return 0.0
+        if len(self.before) == self.BEFORE:
+            mean, deviation = statistics.fmean(self.before), statistics.pstdev(self.before)
+            if loss > max(self.TIMES * mean, mean + self.DEVIATIONS * deviation):
+                return mean
+        self.before.append(loss)
+        return 0.0
 
 
 def evaluates(pace: Pace, step: int) -> bool:
@@ -114,10 +159,19 @@ def _tell_skipped(run: Run, log: EventLog, step: int, skipped: int) -> None:
         raise Diverged(f"{skipped} updates in a row were skipped, with the loss scaled by {scale:g} at last", hint=hint)
 
 
+class NotFinite(Diverged):
+    """What ``optimizer_step`` would have given is in ``made``; gradients are still there."""
+
+    def __init__(self, made: tuple[float, float, int, int]) -> None:
+        self.made = made
+        hint = "try a smaller train.learning_rate, or look at the data"
+        super().__init__(f"loss {made[0]}, norm {made[1]}", hint=hint)
+
+
 def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float) -> tuple[float, float, int, int]:
     """One update from one global batch: (loss per labelled token, gradient norm, real tokens, labelled tokens).
 
-    Diverged, and no update, where the loss or the norm is not finite (a loss scaler has its own way with that).
+    NotFinite, and no update, where the loss or the norm is not finite (a loss scaler has its own way with that).
     """
     labelled = sum(len(batch.label_l) for batch in batches)
     for group in run.optimizer.param_groups:
@@ -135,7 +189,7 @@ def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float
     run.scaler.unscale_(run.optimizer)
     norm = run.clip(stepped).item()
     if not (run.scaler.is_enabled() or math.isfinite(total + norm)):
-        raise Diverged(f"loss {total}, norm {norm}", hint="try a smaller train.learning_rate, or look at the data")
+        raise NotFinite((total, norm, sum(batch.tokens for batch in batches), labelled))
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)

@@ -31,6 +31,8 @@ from .session import Job, peak_rate
 from .spec import ModelSpec
 
 SHORTEST_SAMPLE_S = 3.0  # an answer is shown for as long as its evaluation took, and no less
+# Ctrl-C, a container's end, and what schedulers send before they take a node back (SLURM's --signal=USR1@60).
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _UNCHANGED_LENGTH = 2  # examples used to check that packed neighbours do not see each other
 
 
@@ -180,6 +182,7 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, resumed: bool) -> str:
             evaluate=lambda step: losses.append(_evaluate(job, run, log, held_out, watched, step)),
             save=partial(_save, job, run, log, watched),
             stop=stop,
+            blame=partial(_blame, job, run),
         )
         if not first and done and loop.evaluates(_pace(job), done) and done not in evaluated:
             hooks.evaluate(done)
@@ -290,7 +293,26 @@ def _pace(job: Job) -> loop.Pace:
     at, steps = job.config.train, job.data.steps
     peak = peak_rate(job.config, job.plan.method)
     rate = loop.warmup_then_linear(peak, steps, at.warmup_steps)
-    return loop.Pace(steps, rate, at.eval_every, at.save_every, at.log_every)
+    return loop.Pace(steps, rate, at.eval_every, at.save_every, at.log_every, at.max_skips)
+
+
+def _blame(job: Job, run: Run, step: int) -> str:
+    """What of a step is not finite: the examples whose own loss is not, else the weights whose gradients are not."""
+    rows = job.data.batch(step)
+    with torch.random.fork_rng(devices=[]):
+        losses = [
+            evaluate.unlearned_loss(run, run.collate([_example(job.data.store, row)]).to(run.device)) for row in rows
+        ]
+    if bad := [job.data.store.where(row) for row, loss in zip(rows, losses, strict=True) if not loss.isfinite()]:
+        return f"the loss of {_few(bad)} alone is not finite"
+    grads = {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
+    if bad := [name for name, grad in grads.items() if not grad.isfinite().all()]:
+        return f"the gradient of {_few(bad)} is not finite"
+    return f"of examples {_few([job.data.store.where(row) for row in rows])} together"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _evaluate(job: Job, run: Run, log: EventLog, held_out: list[Example], watched: set[str], step: int) -> float:
@@ -362,7 +384,7 @@ def _last_step(job: Job) -> int:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM ask for a stop at the next step boundary; a second SIGINT stops at once."""
+    """They ask for a stop at the next step boundary; a second SIGINT stops at once."""
     asked: list[int] = []
     before: dict[int, Any] = {}
 
@@ -370,7 +392,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         asked.append(number)
         signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    before |= {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before |= {number: signal.signal(number, ask) for number in STOPPING}
     try:
         yield lambda: bool(asked)
     finally:

@@ -213,6 +213,8 @@ def test_a_loss_that_is_no_number_stops_before_the_update(finefit, model, data, 
     said = finefit("train", model, data, *words, "name=nan", f"output_dir={tmp_path}", expect=2).stderr
     assert "not a number" in said and "Traceback" not in said
     assert events(tmp_path / "nan", "end")[0]["status"] == "failed"
+    skipped = events(tmp_path / "nan", "skip")
+    assert [event["skipped"] for event in skipped] == [1, 2, 3] and "chats.jsonl:" in skipped[0]["message"]
 
 
 def test_plan_diff_names_what_differs(finefit, model, tmp_path):

@@ -1,6 +1,6 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-46 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+47 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
@@ -185,6 +185,9 @@ class Train(_Section):
     weight_decay: NotNegative = Field(default=0.0, description="decoupled weight decay")
     max_grad_norm: NotNegative = Field(
         default=1.0, description="clip the global gradient norm to this; 0 does not clip"
+    )
+    max_skips: Count = Field(
+        default=3, description="updates in a row that may be skipped as loss or gradient is not finite; then it stops"
     )
     max_length: Positive = Field(default=1024, description="longest example, tokens")
     too_long: Literal["truncate", "drop", "error"] = Field(
