@@ -44,4 +44,5 @@ def finefit(environment, tmp_path_factory):
 
     yield run
     server.stdin.close()
+    server.stdout.close()
     assert server.wait(10) == 0

@@ -11,6 +11,10 @@ import sys
 import traceback
 
 
+THREADS = int(os.environ["OMP_NUM_THREADS"])
+os.environ["OMP_NUM_THREADS"] = "1"  # a fork has none of the threads that an import may have begun, and waits for them
+
+
 def serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -32,6 +36,7 @@ def _carry_out(words: list[str], cwd: str | None, out: str, err: str) -> None:
         os.dup2(os.open(path, os.O_RDONLY if not number else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(cwd or ".")
     sys.argv = ["finefit", *words]
+    sys.modules["torch"].set_num_threads(THREADS)
     code = 0
     try:
         from finefit.cli import main

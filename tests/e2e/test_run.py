@@ -339,7 +339,7 @@ def test_plan_is_quick_and_torch_free(environment):
         subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
         for _ in range(3)
     ]
-    assert min(float(one.rpartition("SECONDS")[2]) for one in said) < 0.7
+    assert min(float(one.rpartition("SECONDS")[2]) for one in said) < 1.0
 
 
 @pytest.mark.parametrize(
