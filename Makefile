@@ -9,10 +9,10 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all check grid bench clean
+.PHONY: help demo test test-all test-faults check grid bench clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: ## fine-tune SmolLM2-135M-Instruct on this machine, from nothing, and show what came out
 	@$(BOOT) train
@@ -25,6 +25,10 @@ test: ## the tests, but those that others of their kind stand for
 test-all: ## every test (half an hour)
 	@$(BOOT) train test
 	$(RUN)/python -m pytest $(SPLIT) -m ""
+
+test-faults: ## every fault at every moment: memory refused, killed, disks and data (a quarter of an hour)
+	@$(BOOT) train test
+	$(RUN)/python -m pytest $(SPLIT) -m "" tests/faults
 
 check: ## format, lint, types, import contract, size budget
 	@$(BOOT) train test check

@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 
-
 THREADS = int(os.environ["OMP_NUM_THREADS"])
 os.environ["OMP_NUM_THREADS"] = "1"  # a fork has none of the threads that an import may have begun, and waits for them
 
