@@ -5,8 +5,8 @@
 Both train all weights in bf16 with AdamW, the update clipped to a norm of 1, on the same rows of 1,024 tokens, all
 labelled. Trainer's leanest setting: micro-batches of one row, every block checkpointed, torch's fused AdamW; no Adafactor.
 finefit's: what its planner chooses within the budget that is given. finefit also trains QLoRA. Memory is the process's
-highest resident set beyond what it is with all libraries loaded and no model, read in runs of their own in which freed
-memory goes back to the system at once, for every tool alike; seconds come from runs without. Writes results/lean-cpu.json.
+highest resident set beyond what it is with all libraries loaded and no model; memory and seconds are of the same run, and of
+several the middle one counts. Writes results/lean-cpu.json and the tables of docs/*/concepts/optimizer_offload.md.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from accuracy_cpu import commit, machine
 HERE = Path(__file__).parent
 ROWS, LENGTH = 16, 1024
 MIB = 2**20
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 WAYS: dict[str, tuple[str, ...]] = {
     "Trainer, full": (),
-    "finefit, full": ("method=full", "memory.precision=bf16", "memory.rounding=stochastic", "memory.budget=490MiB"),
+    "finefit, full": ("method=full", "memory.precision=bf16", "memory.rounding=stochastic", "memory.budget=580MiB",
+                      "memory.allocator=default"),
     "finefit, full, resident states": ("method=full", "memory.precision=bf16", "memory.optimizer_offload=none",
                                        "memory.checkpointing=all", "memory.micro_batch_size=1"),
     "finefit, qlora": ("method=qlora", "memory.budget=260MiB"),
@@ -111,17 +111,17 @@ def finefit(model: Path, steps: int, words: tuple[str, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def one(way: str, given: argparse.Namespace, measure: str) -> dict[str, Any]:
+def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
     from finefit.environment import STEADY
 
     command = [sys.executable, __file__, "--one", way, "--model", str(given.model), "--steps", str(given.steps)]
-    environment = {**os.environ, **STEADY, **(_MALLOC if measure == "memory" else {})}
+    environment = {**os.environ, **STEADY}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{way} failed:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     above = (found["peak_bytes"] - found["before_bytes"]) / MIB
-    print(f"{way}, {measure}: {above:.0f} MiB, {min(found['steps_s']):.1f} s a step", file=sys.stderr, flush=True)
+    print(f"{way}: {above:.0f} MiB, {min(found['steps_s']):.1f} s a step", file=sys.stderr, flush=True)
     return found
 
 
@@ -134,7 +134,7 @@ HEADS = {
 def tell(rows: list[dict[str, Any]]) -> None:
     """Write the table into the pages of optimizer_offload."""
     lines = [
-        f"| {row['way']} | {row['peak_above_libraries_bytes'] / MIB:,.0f} MiB | {row['tokens_per_s'] or 0:,.0f} |"
+        f"| {row['way']} | {row['peak_above_libraries_bytes'] / MIB:,.0f} MiB | {row['tokens_per_s']:,.0f} |"
         for row in rows
     ]
     for language, head in HEADS.items():
@@ -162,20 +162,19 @@ def main() -> None:
         found = finefit(given.model, given.steps, words) if words else trainer(given.model, given.steps)
         print(json.dumps(found))
         return
-    memory = {way: one(way, given, "memory") for way in WAYS}
-    speed: dict[str, list[float]] = {way: [] for way in WAYS}
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(given.rounds):
-        for way, seconds in speed.items():
-            seconds += one(way, given, "speed")["steps_s"][1:]
-    rows = [
-        {
-            "way": way, "settings": list(WAYS[way]), "techniques": found["techniques"],
-            "peak_above_libraries_bytes": found["peak_bytes"] - found["before_bytes"],
-            "predicted_peak_bytes": found.get("predicted_peak_bytes"), "steps_s": speed[way],
-            "tokens_per_s": ROWS * LENGTH / statistics.median(speed[way]) if speed[way] else None,
-        }
-        for way, found in memory.items()
-    ]  # fmt: skip
+        for way, found in runs.items():
+            found.append(one(way, given))
+    rows = []
+    for way, found in runs.items():
+        seconds = [s for one in found for s in one["steps_s"][1:]]
+        rows.append({
+            "way": way, "settings": list(WAYS[way]), "techniques": found[0]["techniques"],
+            "peak_above_libraries_bytes": statistics.median_high(one["peak_bytes"] - one["before_bytes"] for one in found),
+            "predicted_peak_bytes": found[0].get("predicted_peak_bytes"), "steps_s": seconds,
+            "tokens_per_s": ROWS * LENGTH / statistics.median(seconds),
+        })  # fmt: skip
     tell(rows)
     given.out.write_text(json.dumps({
         "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),

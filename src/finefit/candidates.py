@@ -317,7 +317,8 @@ def _sums_on(question: Question, place: Literal["host", "disk"]) -> Literal["dev
     """Where gradients are summed when states are elsewhere: nowhere, if each is stepped by as it appears."""
     if question.hardware.kind == "cuda":  # nothing on a host is stepped by a device
         return "host"
-    return "device" if place == "disk" and question.setting("fused_backward_step") == "true" else "disk"
+    is_disk = question.setting("gradients_on_disk") == "true" and question.setting("fused_backward_step") != "true"
+    return "disk" if is_disk else "device"
 
 
 def allocator_of(question: Question) -> Literal["expandable", "trimmed"] | None:

@@ -48,10 +48,12 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
 
 def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int:
     """Put the newest whole checkpoint back into the run; its step, or 0 when there is none yet."""
+    damaged = []
     for path in reversed(_folders(folder)):
         wrong = damage(path)
         if wrong:
             warn(f"checkpoint {path.name} is damaged ({wrong})", "the one before it is used")
+            damaged.append(path)
             continue
         load_trained(run.model, path)
         if states := _optimizer_tensors(run):
@@ -62,6 +64,8 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
         state = json.loads((path / "state.json").read_text())
         if run.scaler.is_enabled():
             run.scaler.load_state_dict(state["scaler"])
+        for one in damaged:  # or they would count among those that are kept
+            shutil.rmtree(one, ignore_errors=True)
         return int(state["step"])
     return 0
 

@@ -313,7 +313,7 @@ def _carry_out(begun: Callable[[], Any], log_format: str, memory_limit: str | No
         raise ConfigError(f"--log-format {log_format} is unknown", hint=did_you_mean(log_format, kinds))
     job = begun()
     with reporter(log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
-        from .trainer import carry_out
+        from .recover import carry_out
 
         status = carry_out(job, log, resumed, limit)
     if status == "stopped":

@@ -21,7 +21,7 @@ def held_out_loss(
 
     The largest micro-batch, and no other, is within ``watching``.
     """
-    started = time.perf_counter()
+    started, run.doing.moment = time.perf_counter(), "eval"
     total, labelled = 0.0, 0
     groups = run.split([len(ids) for ids, _ in examples])
     largest = max(groups, key=lambda group: sum(len(examples[i][0]) for i in group))

@@ -5,7 +5,7 @@ file opened for appending. A line exists once its newline is there: a half line 
 log is opened again, and readers do not see it. Lines are flushed to the disk itself at ``save`` and ``end``.
 Floats that JSON has no word for are written as the strings ``"nan"``, ``"inf"``, ``"-inf"`` (read them with `number`).
 
-It declines to be read back by the trainer (state lives in checkpoints) and to have two writers.
+It declines to have state in it (that lives in checkpoints; the trainer asks it only what was told) and two writers.
 """
 
 import errno

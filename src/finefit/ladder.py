@@ -15,11 +15,15 @@ _INPUTS = {place: ("activation_offload", place) for place in ("host", "disk")}
 _NESTED = ("checkpointing_kind", "nested")
 _STEP = ("fused_backward_step", "true")
 _STATES = {place: ("optimizer_offload", place) for place in ("host", "disk")}
+_SUMS = (
+    "gradients_on_disk",
+    "true",
+)  # of states on disk: their gradients' sums too, for a write of all in each micro-batch
 _WEIGHTS = {place: ("parameter_offload", place) for place in ("host", "disk")}
 RUNGS: dict[str, tuple[Rung, ...]] = {
     "cpu": (
         (_INPUTS["disk"],), (_NESTED,), (_STEP,), (_STATES["disk"],), (_INPUTS["disk"], _STATES["disk"]),
-        (_WEIGHTS["disk"],), (_INPUTS["disk"], _WEIGHTS["disk"]),
+        (_STATES["disk"], _SUMS), (_INPUTS["disk"], _STATES["disk"], _SUMS), (_WEIGHTS["disk"],), (_INPUTS["disk"], _WEIGHTS["disk"]),
     ),
     "cuda": (
         (_INPUTS["host"],), (_INPUTS["disk"],), (_NESTED,), (_STEP,), (_STATES["host"],), (_INPUTS["host"], _STATES["host"]),
@@ -32,7 +36,11 @@ RUNGS: dict[str, tuple[Rung, ...]] = {
 def rungs(job: JobSpec, kind: str) -> Iterator[Rung]:
     """Nothing turned on, then every rung the user left open on such a device."""
     yield ()
-    yield from (rung for rung in RUNGS[kind] if all(job.pin(key) is None for key, _ in rung))
+    states = job.pin("optimizer_offload") == "disk"  # of what was said, the part that was not
+    for rung in RUNGS[kind]:
+        open_to = tuple(pair for pair in rung if not (states and pair == _STATES["disk"] and _SUMS in rung))
+        if all(job.pin(key) is None for key, _ in open_to):
+            yield open_to
 
 
 def turned_on(techniques: Sequence[Technique], job: JobSpec, kind: str) -> Rung:
@@ -44,4 +52,4 @@ def turned_on(techniques: Sequence[Technique], job: JobSpec, kind: str) -> Rung:
 
 def single(kind: str) -> Iterator[tuple[str, str]]:
     """Each thing that may be turned on, by itself."""
-    yield from dict.fromkeys(pair for rung in RUNGS[kind] for pair in rung)
+    yield from dict.fromkeys(pair for rung in RUNGS[kind] for pair in rung if pair != _SUMS)

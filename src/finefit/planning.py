@@ -3,6 +3,7 @@
 Imports neither the data's rooms nor numpy: a plan without data needs none of them.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,8 +94,11 @@ def question_of(config: Config, model: ModelSpec, hardware: HardwareSpec, data: 
     return Question(model, hardware, job_of(config, data), batches, budget_of(config, hardware))
 
 
-def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:
+def foreseen(
+    plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data | None", learnt: Mapping[str, float] | None = None
+) -> Plan:
     """``plan`` with what the data adds beside the steps: the held-out examples' evaluation, and its part of the host.
+    ``learnt``: how many times as much a moment takes as is predicted.
 
     What is short of memory outside the steps becomes a note that begins with WARNING.
     """
@@ -102,7 +106,7 @@ def foreseen(plan: Plan, model: ModelSpec, hardware: HardwareSpec, data: "Data |
     layout, moments = rewrite(model, Micro(1, 1, 1), plan.techniques), dict(predicted.moments)
     if data is not None:
         sections_for(layout, "eval")  # a search does without rather than wait for a trace; what is run has it
-        found = [footprint(rewrite(model, micro, plan.techniques), hardware)
+        found = [footprint(rewrite(model, micro, plan.techniques), hardware).corrected(learnt or {})
                  for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
         moments["eval"] = max(found, key=lambda one: one.at("eval")).moments["eval"]
     host = phases.together(phases.host(layout, moments, hardware.kind), predicted.host)

@@ -13,11 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
+from .errors import FinefitError
 from .layout import Micro
 from .run import MicroBatch
 
-ERRORS = (RuntimeError, MemoryError, OSError)
-_SENTENCES = ("can't allocate memory", "not enough memory", "std::bad_alloc", "could not create a memory object")
+ERRORS = (RuntimeError, MemoryError, OSError, FinefitError)
+# What the allocators of CPUs, of pinned memory, of cuBLAS and of threads say.
+_SENTENCES = (
+    "can't allocate memory", "not enough memory", "std::bad_alloc", "could not create a memory object",
+    "CUDA error: out of memory", "out of memory (2)", "CUBLAS_STATUS_ALLOC_FAILED", "can't start new thread",
+)  # fmt: skip
+_HELD = re.compile(r"allocated memory (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB) is allocated by PyTorch")
 _ASKED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -35,12 +41,16 @@ class Shortage:
     held_bytes: int = 0
     """Of tensors in use on the device."""
     asked_bytes: int = 0
+    is_of_host: bool = False
+    """It was the memory beside the device's that was short."""
 
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an allocator refused."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, FinefitError) and isinstance(error.__cause__, OSError):  # what a write or a mapping came to
+        return is_shortage(error.__cause__)
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in _SENTENCES)
@@ -50,7 +60,11 @@ def asked_bytes(error: BaseException) -> int:
     """How much was refused, by the error."""
     if isinstance(said := getattr(error, "asked_bytes", None), int):
         return said
-    found = _ASKED.search(str(error))
+    return _amount(_ASKED, error)
+
+
+def _amount(said: re.Pattern[str], error: BaseException) -> int:
+    found = said.search(str(error))
     return round(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
@@ -58,7 +72,13 @@ def held_bytes(error: BaseException, device: torch.device) -> int:
     """What tensors had of the device when it was refused; 0 of a CPU, whose resident set is no measure of them."""
     if isinstance(said := getattr(error, "held_bytes", None), int):
         return said
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
+    return _amount(_HELD, error) if device.type == "cuda" else 0
+
+
+def is_of_host(error: BaseException, device: torch.device) -> bool:
+    """Whether a GPU's host was short: Python's and the system's memory, and what is pinned."""
+    of_device = isinstance(error, torch.OutOfMemoryError) or "CUBLAS" in str(error)
+    return device.type == "cuda" and not of_device
 
 
 def micro_of(batch: MicroBatch) -> Micro:

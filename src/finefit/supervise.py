@@ -5,16 +5,16 @@ its prediction had less memory than was thought, and the limit falls to what the
 as it was: method, precision, optimizer, the base's bits. Torch-free.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from .candidates import Method, Question, rewrite
 from .errors import ConfigError, DoesNotFit, OutOfMemory
 from .plan import Plan
 from .predict import footprint
 from .search import search
-from .techniques import Precision
+from .spec import JobSpec
 from .units import Budget, format_bytes
 
 if TYPE_CHECKING:
@@ -51,43 +51,59 @@ def learnt(question: Question, plan: Plan, shortage: "Shortage", before: Lesson)
     if needed > foreseen > fixed and needed - fixed <= _MOST_TIMES * (foreseen - fixed):
         times = before.times.get(shortage.moment, 1.0) * (needed - fixed) / (foreseen - fixed)
         says = f"{format_bytes(needed)} were needed where {said_bytes} were foreseen"
-        return replace(
-            before,
-            times={**before.times, shortage.moment: times},
-            limit_bytes=min(before.limit_bytes, needed),
-            says=says,
-        )
+        limit = min(before.limit_bytes, needed - 1)
+        return replace(before, times={**before.times, shortage.moment: times}, limit_bytes=limit, says=says)
     says = f"{format_bytes(shortage.held_bytes)} could be had, {said_bytes} were foreseen"
     return replace(before, limit_bytes=min(before.limit_bytes, shortage.held_bytes), says=says)
 
 
-def planned_again(question: Question, plan: Plan, lesson: Lesson) -> Plan:
-    """The plan that goes on where ``plan`` failed; OutOfMemory with an argument where there is none.
+Foresee = Callable[[Plan, Mapping[str, float]], Plan]
+"""What a run's data adds to a plan, by what was learnt."""
 
-    It needs less than ``plan``; less than the guess too, if it can be.
+
+def planned_again(question: Question, plan: Plan, lesson: Lesson, before: Lesson, foresee: Foresee) -> Plan:
+    """The plan that goes on where ``plan``, made by the lesson ``before``, failed; OutOfMemory with an argument where there
+    is none. It needs less than ``plan``; less than the guess too, if it can be.
     """
-    precision = next(t for t in plan.techniques if isinstance(t, Precision))
-    job = replace(question.job, method=cast(Method, plan.method), precision=precision.kind)
     known = min(lesson.limit_bytes, question.budget.limit_bytes)
-    asked = replace(question, job=job, learnt=tuple(sorted(lesson.times.items())))
-    has = plan.predicted.corrected(lesson.times).total_bytes
+    asked = replace(question, job=_kept(question.job, plan), learnt=tuple(sorted(lesson.times.items())))
+    since = {moment: times / before.times.get(moment, 1.0) for moment, times in lesson.times.items()}
+    has = plan.predicted.corrected(since).total_bytes
     why: DoesNotFit | ConfigError | None = None
     for limit in (min(known, lesson.guess_bytes), min(known, int(SMALLER * has)), min(known, has - 1)):
         try:
-            return _other(asked, plan, limit)
+            return _other(asked, plan, limit, lambda found: foresee(found, lesson.times))
         except (DoesNotFit, ConfigError) as error:
             why = why or error
     assert why is not None
     raise OutOfMemory(f"no plan is left: {why.message}", hint=why.hint) from why
 
 
-def _other(question: Question, plan: Plan, limit: int) -> Plan:
-    """The best plan within the limit that is not ``plan``."""
-    found = search(replace(question, budget=Budget(limit, limit, format_bytes(limit))))
-    while found.techniques == plan.techniques:
-        limit = int(SMALLER * min(limit, found.predicted.total_bytes))
-        found = search(replace(question, budget=Budget(limit, limit, format_bytes(limit))))
-    return found
+def _other(question: Question, plan: Plan, limit: int, foresee: Callable[[Plan], Plan]) -> Plan:
+    """The best plan within the limit, evaluations too, that is not ``plan``."""
+    aim = limit
+    while True:
+        found = foresee(search(replace(question, budget=Budget(aim, aim, format_bytes(aim)))))
+        if found.techniques != plan.techniques and found.predicted.total_bytes <= limit:
+            return found
+        aim = int(SMALLER * min(aim, found.predicted.total_bytes))
+
+
+def _kept(job: JobSpec, plan: Plan) -> JobSpec:
+    """The wish with all that changes the result as the plan has it: a plan file may say what the config does not."""
+    of: dict[str, Any] = {t.name: t for t in plan.techniques}
+    states, base, lora, islands = (of.get(n) for n in ("optimizer_states", "quantized_base", "lora", "fp32_islands"))
+    pins = {
+        **dict(job.pins), "max_grad_norm": str(of["clipping"].max_norm),
+        "optimizer": states.kind if states else "adamw", "rounding": states.rounding if states else "nearest",
+        "fp32_islands": islands.setting() if islands else "",
+    }  # fmt: skip
+    if base:
+        pins |= {"qlora.bits": str(base.bits), "qlora.scales": base.scales}
+    adapter = {key: getattr(lora, key) for key in ("rank", "alpha", "dropout", "targets")} if lora else {}
+    return replace(
+        job, method=cast(Method, plan.method), precision=of["precision"].kind, pins=tuple(pins.items()), **adapter
+    )
 
 
 def changed(before: Plan, plan: Plan) -> str:

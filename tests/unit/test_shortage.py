@@ -4,12 +4,14 @@ import errno
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from finefit import shortage
-from finefit.cap import Cap, Refused
+from finefit.cap import Cap, Refused, capped
+from finefit.errors import CheckpointError
 from finefit.scratch import Scratch
 
 CUDA = (
@@ -27,6 +29,9 @@ CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't 
         (RuntimeError("std::bad_alloc"), 0),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 0),
         (Refused(5, 7, 10), 5),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), 0),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 0),
+        (RuntimeError("can't start new thread"), 0),
     ],
 )
 def test_refusals(error, asked):
@@ -86,3 +91,42 @@ def test_a_cap_holds_in_backward_and_what_died_is_gone():
         del loss, doubled
         shortage.let_go(torch.device("cpu"))
         assert kept() is None and cap.live_bytes == 0
+
+
+def test_a_refusal_behind_an_error_of_ours_is_known():
+    def raised(code):
+        try:
+            try:
+                raise OSError(code, "no")
+            except OSError as error:
+                raise CheckpointError("not written") from error
+        except CheckpointError as error:
+            return error
+
+    assert shortage.is_shortage(raised(errno.ENOMEM))
+    assert not shortage.is_shortage(raised(errno.ENOSPC)) and not shortage.is_shortage(CheckpointError("not written"))
+
+
+def test_of_a_gpu_what_was_held_is_what_the_error_says():
+    """Not the highest there was: that may have been long before."""
+    said = f"{CUDA} Of the allocated memory 20.25 GiB is allocated by PyTorch, and 1.00 GiB is reserved"
+    gpu = torch.device("cuda")
+    assert shortage.held_bytes(torch.OutOfMemoryError(said), gpu) == round(20.25 * 2**30)
+    assert shortage.held_bytes(torch.OutOfMemoryError("other words"), gpu) == 0
+    assert shortage.is_of_host(MemoryError(), gpu) and shortage.is_of_host(
+        RuntimeError("CUDA error: out of memory"), gpu
+    )
+    assert not shortage.is_of_host(torch.OutOfMemoryError(said), gpu)
+    assert not shortage.is_of_host(MemoryError(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpus_allocator_is_told_its_limit_and_told_back(monkeypatch, device):
+    """By the number of the device, which it wants to have."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: told.append((share, index)))
+    with capped(250, torch.device(device)):
+        assert told == [(0.25, int(device == "cuda:1"))]
+    assert told[1:] == [(1.0, int(device == "cuda:1"))]

@@ -220,10 +220,15 @@ def _verified(value: Any) -> str:
 def _skipped(events: list[Event]) -> list[str]:
     if not events:
         return []
-    scale = number(events[-1]["scale"])
-    return [
-        f"{len(events)} updates skipped: a gradient was beyond fp16's range; the loss was scaled by {scale:g} after the last"
-    ]
+    why: dict[str, list[Event]] = {}
+    for event in events:
+        why.setdefault(str(event["message"]), []).append(event)
+    said = []
+    for message, alike in why.items():
+        scale = number(alike[-1]["scale"])
+        scaled = f"; the loss was scaled by {scale:g} after the last" * (scale != 1)
+        said.append(f"{len(alike)} updates skipped: {message}{scaled}")
+    return said
 
 
 def _note(event: Event) -> str:

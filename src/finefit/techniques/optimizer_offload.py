@@ -51,6 +51,10 @@ class OptimizerOffload(Technique):
     def setting(self) -> str:
         return self.place
 
+    def turned_on(self) -> tuple[tuple[str, str], ...]:
+        sums = (("gradients_on_disk", "true"),) if self.gradients == "disk" else ()
+        return ((self.name, self.place), *sums)
+
     def describe(self) -> str:
         said = {"host": "the host", "disk": "disk", "device": ""}
         sums = said[self.gradients] and f", gradients are summed on {said[self.gradients]} as they appear"

@@ -80,7 +80,10 @@ def sentence(event: Event) -> str:
         case "save":
             return f"step {event['step']}: saved {format_bytes(number(event['bytes']))} to {event['path']}"
         case "skip":
-            return f"step {event['step']}: update skipped, loss scaled by {number(event['scale']):g} now"
+            scale = number(event["scale"])
+            return f"step {event['step']}: update skipped, {event['message']}" + f"; loss scaled by {scale:g} now" * (
+                scale != 1
+            )
         case "out_of_memory":
             return f"step {event['step']}: out of memory, {event['message']}"
         case "replan":
