@@ -18,11 +18,19 @@ TEMPLATE = (
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A llama of four layers with random weights."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data") / "chats.jsonl")
+
+
+def make_model(folder):
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {"<|im_start|>": 0, "<|im_end|>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
@@ -44,9 +52,7 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+def make_data(path):
     rows = [
         chat(f"Count from {i}." + " Please." * (i % 5), " ".join(str(n) for n in range(i, i + 2 + i % 7)))
         for i in range(48)

@@ -41,8 +41,9 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
             f"the checkpoint of step {step} was not written: {error.strerror}", where=str(final),
             hint="free some disk space; earlier checkpoints are untouched",
         ) from error  # fmt: skip
-    for old in _folders(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    older = [path for path in _folders(folder) if path < final]
+    for gone in (*older[: max(0, len(older) - keep + 1)], *(path for path in _folders(folder) if path > final)):
+        shutil.rmtree(gone, ignore_errors=True)  # what is of a later step was damaged, or the run would be past it
     return final, sum(path.stat().st_size for path in final.iterdir())
 
 

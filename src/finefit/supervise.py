@@ -70,7 +70,8 @@ def planned_again(question: Question, plan: Plan, lesson: Lesson, before: Lesson
     since = {moment: times / before.times.get(moment, 1.0) for moment, times in lesson.times.items()}
     has = plan.predicted.corrected(since).total_bytes
     why: DoesNotFit | ConfigError | None = None
-    for limit in (min(known, lesson.guess_bytes), min(known, int(SMALLER * has)), min(known, has - 1)):
+    known = min(known, has - 1)
+    for limit in (min(known, lesson.guess_bytes), min(known, int(SMALLER * has)), known):
         try:
             return _other(asked, plan, limit, lambda found: foresee(found, lesson.times))
         except (DoesNotFit, ConfigError) as error:

@@ -396,7 +396,7 @@ def test_a_quantised_base_trains_and_is_as_planned(quantised):
     assert abs(peaks[0] - peaks[1]) <= 0.01 * peaks[1]
 
 
-@pytest.mark.parametrize("method", ["whole", "quantised"])
+@pytest.mark.parametrize("method", ["whole", pytest.param("quantised", marks=pytest.mark.slow)])
 def test_a_run_is_merged_into_a_model_of_its_own(finefit, environment, request, model, method, tmp_path):
     """As a user has it: the command, the model talked to, the run's report; the base in 16 bits or more, as its files."""
     import shutil

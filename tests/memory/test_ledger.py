@@ -102,7 +102,7 @@ def test_what_a_section_opens_with_the_next_allocation_belongs_to_it():
 
 
 @pytest.mark.parametrize("techniques", [(), (FusedOps(), FusedLoss(32)), ALL], ids=["plain", "fused", "all"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16_mixed"])
+@pytest.mark.parametrize("kind", [pytest.param("fp32", marks=pytest.mark.slow), "bf16", "bf16_mixed"])
 def test_live_bytes_return_to_the_start(techniques, kind):
     """Without a garbage collection: a cycle through a tensor would keep memory for as long as Python pleases."""
     gc.disable()
@@ -179,7 +179,9 @@ def logits(ledger):
 
 
 @pytest.mark.parametrize("lora", [(), (Lora(4),)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16_mixed"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp32", "bf16")), "bf16_mixed"]
+)
 def test_full_logits_never_exist_with_a_fused_loss(kind, lora):
     _, _, ledger = step_of((Precision(kind), *lora, Packing(), FusedOps(), FusedLoss(32)), micro_steps=2)
     assert logits(ledger) == []

@@ -108,9 +108,8 @@ RUN = ForeignRun("transformers", "m", "lora", 2, 512, rank=8, packed=True)
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         *(pytest.param(changes, marks=pytest.mark.slow) for changes in (
-            {"checkpointing": "full", "accumulation": 4}, {"quantised": "nf4_double", "raised": "all", "autocast": True},
+            {}, {"checkpointing": "full", "accumulation": 4}, {"quantised": "nf4_double", "raised": "all", "autocast": True},
             {"method": "full", "rank": 0, "autocast": True, "packed": False},
             {"method": "full", "rank": 0, "optimizer_bits": 8, "trained_dtype": "bfloat16", "step_in_backward": True},
         )),

@@ -57,7 +57,9 @@ def test_a_part_of_a_block(part, blocks, kind):
 
 
 # Gemma scales what the embedding gives, GPT-2 adds positions to it: there nobody holds the first block's input.
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3_moe", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma3_text", "gpt_neox", "mixtral")
+)])  # fmt: skip
 @pytest.mark.parametrize("way", ["disk", "nested"])
 def test_every_kind_of_family(name, way):
     """As without: what is known to be off there (rows of indices of windows, experts that are chosen) is off here."""
@@ -76,7 +78,7 @@ def test_every_kind_of_family(name, way):
     assert {m: off[0][m] for m in ("loss", "backward_peak")} == {m: off[1][m] for m in ("loss", "backward_peak")}
 
 
-@pytest.mark.parametrize("depth", [7, 16])
+@pytest.mark.parametrize("depth", [7, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", [(Checkpointing(6), DISK), (Checkpointing(6), ActivationOffload("host")),
                                  (Checkpointing(6, "nested"),), (Checkpointing(6, "selective"),)])  # fmt: skip
 def test_simulated_as_predicted(way, depth):

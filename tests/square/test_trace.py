@@ -231,6 +231,7 @@ def test_a_models_own_trace_is_its_familys_at_its_sizes(tmp_path, key):
     assert at_real_sizes(own, sizes) == at_real_sizes(of_family, sizes)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_family_without_a_template_is_traced_as_it_is(tmp_path):
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"model_type": "hyperclovax", **shape, "num_hidden_layers": 5, "vocab_size": 300, "head_dim": 16}

@@ -69,6 +69,7 @@ def test_their_run_is_foretold_and_ours_stands_beside_it(run_file: Path) -> None
     assert told.ours.global_batch_size == 8
 
 
+@pytest.mark.slow
 def test_plan_takes_another_tools_file_as_it_is(run_file: Path) -> None:
     done = CliRunner().invoke(app, ["plan", str(run_file), "--gpu", "RTX 4090", "--json"])
     assert done.exit_code == 0

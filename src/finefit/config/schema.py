@@ -187,7 +187,8 @@ class Train(_Section):
         default=1.0, description="clip the global gradient norm to this; 0 does not clip"
     )
     max_skips: Count = Field(
-        default=3, description="updates in a row that may be skipped as loss or gradient is not finite; then it stops"
+        default=3,
+        description="updates in a row that may be skipped as loss or gradient is not finite; then it stops (fp16: 25)",
     )
     max_length: Positive = Field(default=1024, description="longest example, tokens")
     too_long: Literal["truncate", "drop", "error"] = Field(

@@ -1,0 +1,133 @@
+"""What a run survives: every fault at every moment, and a thousand steps without growing.
+
+    python benchmarks/reliability.py [--steps 1000]      writes benchmarks/results/reliability-cpu.json
+                                       and the tables of docs/*/reliability.md
+
+The faults are those of tests/faults, all of them; each is a whole run of a tiny model whose losses are compared with those
+of the undisturbed one. The soak is one run of that model: resident memory and bytes of live tensors after each step, and
+the slope of a line through them from a fifth of the steps on.
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as xml
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accuracy_cpu import commit, machine
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results" / "reliability-cpu.json"
+MOST_KIB_A_STEP = 10
+HEADS = {
+    "en": ("| fault | survived |", "| of a thousand steps | first | last | slope |"),
+    "zh": ("| 故障 | 存活 |", "| 一千步之中 | 开始 | 结束 | 斜率 |"),
+}
+NAMES = {
+    "test_a_run_goes_on_with_the_same_losses": ("memory refused, by moment", "在各个时刻拒绝内存"),
+    "test_whatever_is_on": ("memory refused twice, by technique", "内存两次被拒绝，各种技术"),
+    "test_kill_9_at_a_random_moment": ("killed (SIGKILL) at a random moment", "在随机时刻被杀（SIGKILL）"),
+}
+
+
+def faults() -> dict[str, dict[str, int]]:
+    """(survived, of) by kind of fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "", "tests/faults", f"--junitxml={report}"]
+        subprocess.run(command, cwd=ROOT)
+        cases = [(case.get("name", "").partition("[")[0], not len(case)) for case in xml.parse(report).iter("testcase")]
+    survived, total = Counter(name for name, passed in cases if passed), Counter(name for name, _ in cases)
+    return {name: {"survived": survived[name], "total": n} for name, n in total.items()}
+
+
+def soak(steps: int) -> dict[str, Any]:
+    """Resident bytes and bytes of live tensors after each step."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import tiny_run
+    from finefit import recover, session
+    from finefit.cap import Cap
+    from finefit.config import load
+    from finefit.events import EventLog
+
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        model, data = tiny_run.make_model(folder / "model"), tiny_run.make_data(folder / "chats.jsonl")
+        words = ["method=lora", "lora.rank=4", "train.global_batch_size=8", "train.max_length=256", f"train.steps={steps}",
+                 "train.save_every=100", "train.eval_every=100", "name=run", f"output_dir={folder}"]  # fmt: skip
+        job = session.new(load(None, words, {"model": str(model), "data": str(data)}), None)
+        cap, seen = stack.enter_context(Cap(2**40)), []
+
+        def look(event: Any) -> None:
+            if event["event"] == "step":
+                seen.append((event["step"], event["rss_bytes"], cap.live_bytes))
+
+        log = stack.enter_context(EventLog(job.folder / "events.jsonl", [look]))
+        recover.carry_out(job, log, False)
+        job.held.close()
+    found = {}
+    for place, what in ((1, "resident"), (2, "live")):
+        late = [(float(row[0]), float(row[place])) for row in seen if row[0] > steps / 5]
+        found[what] = {"first_bytes": seen[0][place], "last_bytes": seen[-1][place], "bytes_a_step": slope(late)}
+    return {"steps": steps, **found}
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the line of least squares."""
+    mean = [sum(axis) / len(points) for axis in zip(*points, strict=True)]
+    return sum((x - mean[0]) * (y - mean[1]) for x, y in points) / sum((x - mean[0]) ** 2 for x, _ in points)
+
+
+def tell(result: dict[str, Any]) -> None:
+    for place, (language, (of_faults, of_soak)) in enumerate(HEADS.items()):
+        lines = [of_faults, "|---|---:|"]
+        named = dict.fromkeys(NAMES, None)
+        for name in named:
+            row = result["faults"].get(name, {"survived": 0, "total": 0})
+            lines.append(f"| {NAMES[name][place]} | {row['survived']} / {row['total']} |")
+        others = [row for name, row in result["faults"].items() if name not in NAMES]
+        rest = ("everything else of it", "其余各项")[place]
+        lines.append(f"| {rest} | {sum(r['survived'] for r in others)} / {sum(r['total'] for r in others)} |")
+        lines += ["", of_soak, "|---|---:|---:|---:|"]
+        for what, words in (("resident", ("resident memory", "常驻内存")), ("live", ("live tensors", "存活张量"))):
+            row = result["soak"][what]
+            amounts = [f"{row[key] / 2**20:,.2f} MiB" for key in ("first_bytes", "last_bytes")]
+            lines.append(f"| {words[place]} | {amounts[0]} | {amounts[1]} | {row['bytes_a_step'] / 2**10:.2f} KiB |")
+        page = ROOT / "docs" / language / "reliability.md"
+        text, table = page.read_text("utf-8"), "\n".join(lines)
+        page.write_text(
+            re.sub(r"(<!-- measured -->\n).*?(\n<!-- /measured -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL),
+            "utf-8",
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    result = {
+        "machine": machine(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "soak": soak(given.steps), "faults": faults(),
+    }  # fmt: skip
+    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tell(result)
+    survived, total = (sum(row[key] for row in result["faults"].values()) for key in ("survived", "total"))
+    print(f"survived {survived} of {total}; {result['soak']['resident']['bytes_a_step'] / 2**10:.2f} KiB a step")
+    grows = result["soak"]["resident"]["bytes_a_step"] > MOST_KIB_A_STEP * 2**10
+    raise SystemExit(survived < total or grows)
+
+
+if __name__ == "__main__":
+    main()
