@@ -35,8 +35,8 @@ if sys.argv[1] == "trimmed":
     technique.verify(run, None)
 before = resident()
 for _ in range(3):
-    tensors = [torch.ones(2**18) for _ in range(400)]  # 1 MiB each
-    kept = tensors[::40]
+    tensors = [torch.ones(2**21) for _ in range(60)]  # 8 MiB each
+    kept = tensors[::12]
     del tensors
 print(resident() - before)
 """
@@ -50,7 +50,7 @@ def test_a_trimmed_heap_keeps_what_is_alive_and_no_more():
         )
         for kind in ("default", "trimmed")
     }
-    alive = 10 * 1024
+    alive = 5 * 8 * 1024
     assert 0.9 * alive <= left["trimmed"] < 2 * alive < left["default"]
 
 

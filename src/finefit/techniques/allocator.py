@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..ledger import Ledger
     from ..run import Run
 
-_FROM = 2**16  # bytes of what is given back at once
+# Bytes from which on what is freed is given back at once. From 64 KiB on a step takes 1.7 times as long, and keeps 9 % less of
+# what is not alive; from 4 MiB on it takes no longer than with none of this (135M model, 2 cores, 2026-11-30).
+_FROM = 2**22
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _SAID = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what the user says there stands
 
