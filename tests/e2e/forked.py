@@ -7,11 +7,14 @@ own signals and no thread of another command's.
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import traceback
+from typing import Any
 
 THREADS = int(os.environ["OMP_NUM_THREADS"])
-os.environ["OMP_NUM_THREADS"] = "1"  # a fork has none of the threads that an import may have begun, and waits for them
+# A fork has none of the threads that an import may have begun, and would wait for them.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def serve() -> None:
@@ -22,11 +25,31 @@ def serve() -> None:
     import finefit.trainer  # noqa: F401
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            _carry_out(**asked)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print(_in_fork(json.loads(line)) if _is_alone() else _in_process(json.loads(line)), flush=True)
+
+
+def _is_alone() -> bool:
+    """Whether there is no thread but this one."""
+    tasks = "/proc/self/task"
+    return os.path.isdir(tasks) and len(os.listdir(tasks)) == 1
+
+
+def _in_fork(asked: dict[str, Any]) -> int:
+    pid = os.fork()
+    if not pid:
+        _carry_out(**asked)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _in_process(asked: dict[str, Any]) -> int:
+    """As users have it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
+    with open(asked["out"], "w") as out, open(asked["err"], "w") as err:
+        command = [sys.executable, "-m", "finefit", *asked["words"]]
+        done = subprocess.run(
+            command, cwd=asked["cwd"], env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
+    return done.returncode
 
 
 def _carry_out(words: list[str], cwd: str | None, out: str, err: str) -> None:
