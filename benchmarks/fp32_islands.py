@@ -39,6 +39,12 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
+WHAT = {
+    "en": "Full fine-tuning of SmolLM2-135M on a CPU, AdamW, batches of four examples (`benchmarks/results/fp32_islands-cpu.json`):",
+    "zh": "CPU 上全参数微调 SmolLM2-135M，AdamW，每批四个样本（`benchmarks/results/fp32_islands-cpu.json`）：",
+}
+
+
 def techniques_of(kind: str, parts: tuple[str, ...]) -> tuple[Any, ...]:
     islands = (Fp32Islands(parts),) if parts else ()
     return (Precision(kind), FusedOps(), *islands, Packing(), FusedLoss(256), Accumulation(16, 2048, 8), Clipping())  # type: ignore[arg-type]
@@ -86,7 +92,7 @@ def tell(result: dict[str, Any]) -> None:
     }
     base = next(row for row in result["rows"] if row["kind"] == "bf16" and row["parts"] == "none")
     for language, head in heads.items():
-        lines = [head, "|---|---:|---:|---:|---:|---:|"]
+        lines = [WHAT[language], "", head, "|---|---:|---:|---:|---:|---:|"]
         for row in result["rows"]:
             at = row["kind"] if row["parts"] == "none" else f"{row['kind']}, {row['parts']}"
             mib = [f"{row[key] / 2**20:.1f} MiB" for key in ("predicted_bytes", "peak_bytes")]

@@ -90,7 +90,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 def tell(result: dict[str, Any]) -> None:
     for place, (language, (of_faults, of_soak)) in enumerate(HEADS.items()):
-        lines = [of_faults, "|---|---:|"]
+        lines = ["`benchmarks/results/reliability-cpu.json`:", "", of_faults, "|---|---:|"]
         named = dict.fromkeys(NAMES, None)
         for name in named:
             row = result["faults"].get(name, {"survived": 0, "total": 0})

@@ -42,6 +42,10 @@ PAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "clipping": ((FULL, PACKED, "train.max_grad_norm=0"), (FULL, PACKED, "train.max_grad_norm=1")),
     "allocator": ((PACKED,), (PACKED, "memory.allocator=trimmed")),
 }  # fmt: skip
+JOBS = {
+    "en": "LoRA of rank 16 in bf16 on 16 examples of at most 512 tokens a step, or as a row says, on a CPU (`benchmarks/results/techniques-cpu.json`):",
+    "zh": "CPU，bf16，秩 16 的 LoRA，每步 16 个至多 512 token 的样本，或如各行所写（`benchmarks/results/techniques-cpu.json`）：",
+}
 HEADS = {
     "en": "| setting | predicted peak | measured | resident | processor time of a step |",
     "zh": "| 设置 | 预测峰值 | 实测 | 常驻 | 每步处理器时间 |",
@@ -108,7 +112,7 @@ def one(model: str, words: tuple[str, ...], rounds: int) -> dict[str, Any]:
 
 def table(language: str, rows: list[dict[str, Any]]) -> str:
     base = min(rows[0]["processor_s"])
-    lines = [HEADS[language], "|---|---:|---:|---:|---:|"]
+    lines = [JOBS[language], "", HEADS[language], "|---|---:|---:|---:|---:|"]
     for row in rows:
         words = [word for word in row["settings"] if len(row["settings"]) == 1 or word != PACKED]
         mib = [f"{row[key] / MIB:,.1f} MiB" for key in ("predicted_bytes", "measured_bytes")]
