@@ -69,6 +69,13 @@ def measure(model: str, overrides: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def put_measured(page: Path, text: str) -> None:
+    """Into the page, between its marks of what is measured."""
+    marks = r"(<!-- measured -->\n).*?(\n<!-- /measured -->)"
+    put = re.sub(marks, lambda found: found[1] + text + found[2], page.read_text("utf-8"), flags=re.DOTALL)
+    page.write_text(put, "utf-8")
+
+
 def error(row: dict[str, Any]) -> float:
     return row["predicted"]["peak_bytes"] / row["measured"]["peak_bytes"] - 1
 

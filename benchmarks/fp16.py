@@ -89,17 +89,22 @@ def measure(kind: str, folder: Path, steps: list[list[Any]], exact: torch.Tensor
     }, exact  # fmt: skip
 
 
+def job_of(model: str, count: int) -> tuple[list[str], Path, list[list[Any]]]:
+    """Settings, the model's folder, and the examples of each step."""
+    words = ["method=full", "train.max_length=512", f"train.steps={count}", "train.global_batch_size=4"]
+    config = load(None, words, {"model": model, "data": "stdlib-docstrings"})
+    folder = assets.model_folder(model).folder
+    data = examples.read_data(config, examples.tokenizer_of(folder))
+    return words, folder, [[tuple(data.store[row]) for row in data.batch(step)] for step in range(1, count + 1)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fp16-cpu.json")
     given = parser.parse_args()
-    words = ["method=full", "train.max_length=512", f"train.steps={given.steps}", "train.global_batch_size=4"]
-    config = load(None, words, {"model": given.model, "data": "stdlib-docstrings"})
-    folder = assets.model_folder(given.model).folder
-    data = examples.read_data(config, examples.tokenizer_of(folder))
-    steps = [[tuple(data.store[row]) for row in data.batch(step)] for step in range(1, given.steps + 1)]
+    words, folder, steps = job_of(given.model, given.steps)
     rows, exact = [], None
     for kind in KINDS:
         row, exact = measure(kind, folder, steps, exact)

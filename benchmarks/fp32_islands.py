@@ -9,7 +9,6 @@ own loop. Peaks are the ledger's of one step of the first micro-batch, beside th
 
 import argparse
 import json
-import re
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +17,10 @@ from typing import Any
 import torch
 
 import fp16
-from accuracy_cpu import commit, machine
-from finefit import assets, examples, models, predict, trace
+from accuracy_cpu import commit, machine, put_measured
+from finefit import models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
-from finefit.config import load
 from finefit.layout import Micro
 from finefit.ledger import Ledger
 from finefit.nn.optimizers import Optimizing
@@ -101,11 +99,7 @@ def tell(result: dict[str, Any]) -> None:
                 f"| {at} | {mib[0]} | {mib[1]} | {row['gradient_error']:.2%} | {row['losses'][-1]:.4f} | {times:.2f} × |"
             )
         page = DOCS / language / "concepts" / "fp32_islands.md"
-        text, table = page.read_text("utf-8"), "\n".join(lines)
-        page.write_text(
-            re.sub(r"(<!-- measured -->\n).*?(\n<!-- /measured -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL),
-            "utf-8",
-        )
+        put_measured(page, "\n".join(lines))
 
 
 def main() -> None:
@@ -114,11 +108,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fp32_islands-cpu.json")
     given = parser.parse_args()
-    words = ["method=full", "train.max_length=512", f"train.steps={given.steps}", "train.global_batch_size=4"]
-    config = load(None, words, {"model": given.model, "data": "stdlib-docstrings"})
-    folder = assets.model_folder(given.model).folder
-    data = examples.read_data(config, examples.tokenizer_of(folder))
-    steps = [[tuple(data.store[row]) for row in data.batch(step)] for step in range(1, given.steps + 1)]
+    words, folder, steps = fp16.job_of(given.model, given.steps)
     rows, exact = [], None
     for kind, says in [("fp32", "none"), *(("bf16", says) for says in PARTS)]:
         row, exact = measure(kind, says, folder, steps, exact)

@@ -11,7 +11,6 @@ the slope of a line through them from a fifth of the steps on.
 import argparse
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import commit, machine
+from accuracy_cpu import commit, machine, put_measured
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -104,11 +103,7 @@ def tell(result: dict[str, Any]) -> None:
             amounts = [f"{row[key] / 2**20:,.2f} MiB" for key in ("first_bytes", "last_bytes")]
             lines.append(f"| {words[place]} | {amounts[0]} | {amounts[1]} | {row['bytes_a_step'] / 2**10:.2f} KiB |")
         page = ROOT / "docs" / language / "reliability.md"
-        text, table = page.read_text("utf-8"), "\n".join(lines)
-        page.write_text(
-            re.sub(r"(<!-- measured -->\n).*?(\n<!-- /measured -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL),
-            "utf-8",
-        )
+        put_measured(page, "\n".join(lines))
 
 
 def main() -> None:

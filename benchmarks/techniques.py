@@ -11,7 +11,6 @@ threads. ``resident`` is what the process has beyond the loaded libraries at its
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import time
@@ -19,7 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accuracy_cpu import commit, machine
+from accuracy_cpu import commit, machine, put_measured
+from lean import resident_at_most
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "techniques-cpu.json"
@@ -50,12 +50,6 @@ HEADS = {
     "en": "| setting | predicted peak | measured | resident | processor time of a step |",
     "zh": "| 设置 | 预测峰值 | 实测 | 常驻 | 每步处理器时间 |",
 }
-
-
-def resident_at_most() -> int:
-    """VmHWM of this process, bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def measure(model: str, words: tuple[str, ...], rounds: int) -> dict[str, Any]:
@@ -126,11 +120,7 @@ def tell(pages: dict[str, list[dict[str, Any]]]) -> None:
     for name, rows in pages.items():
         for language in HEADS:
             page = DOCS / language / "concepts" / f"{name}.md"
-            text = page.read_text("utf-8")
-            put = rf"\g<1>{table(language, rows)}\g<2>"
-            page.write_text(
-                re.sub(r"(<!-- measured -->\n).*?(\n<!-- /measured -->)", put, text, flags=re.DOTALL), "utf-8"
-            )
+            put_measured(page, table(language, rows))
 
 
 def main() -> None:

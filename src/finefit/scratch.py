@@ -62,7 +62,7 @@ class Scratch:
 
     def reserve(self, n_bytes: int) -> Place:
         """A place for so many bytes, one that was released if there is one of the size."""
-        whole = -(-n_bytes // _ALIGNED) * _ALIGNED
+        whole = _whole(n_bytes)
         if self._free[whole]:
             return self._free[whole].pop()
         place = Place(self._end, whole)
@@ -91,7 +91,7 @@ class Scratch:
 
     def _room(self, n_bytes: int) -> tuple[_Pages, Place]:
         """Pages that are mapped, and a place in them that nothing else lies in."""
-        whole = -(-n_bytes // _ALIGNED) * _ALIGNED
+        whole = _whole(n_bytes)
         pages = self._pages
         if pages is None or pages.taken + whole > len(pages):
             extent = self.reserve(max(whole, _EXTENT))
@@ -165,6 +165,11 @@ def _advise(tensor: Tensor, word: str) -> None:
         storage = tensor.untyped_storage()
         pages = _PAGES[storage.data_ptr()]
         pages.madvise(getattr(mmap, word), storage.data_ptr() - pages.address, storage.nbytes())
+
+
+def _whole(n_bytes: int) -> int:
+    """In whole pages."""
+    return -(-n_bytes // _ALIGNED) * _ALIGNED
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

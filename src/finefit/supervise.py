@@ -65,12 +65,11 @@ def planned_again(question: Question, plan: Plan, lesson: Lesson, before: Lesson
     """The plan that goes on where ``plan``, made by the lesson ``before``, failed; OutOfMemory with an argument where there
     is none. It needs less than ``plan``; less than the guess too, if it can be.
     """
-    known = min(lesson.limit_bytes, question.budget.limit_bytes)
     asked = replace(question, job=_kept(question.job, plan), learnt=tuple(sorted(lesson.times.items())))
     since = {moment: times / before.times.get(moment, 1.0) for moment, times in lesson.times.items()}
     has = plan.predicted.corrected(since).total_bytes
     why: DoesNotFit | ConfigError | None = None
-    known = min(known, has - 1)
+    known = min(lesson.limit_bytes, question.budget.limit_bytes, has - 1)
     for limit in (min(known, lesson.guess_bytes), min(known, int(SMALLER * has)), known):
         try:
             return _other(asked, plan, limit, lambda found: foresee(found, lesson.times))

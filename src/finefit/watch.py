@@ -7,7 +7,6 @@ peak, which is read against what is known to be held. Of the host the kernel's o
 """
 
 import contextlib
-import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from .events import EventLog
 from .footprint import Footprint
 from .ledger import Ledger
 from .run import Run
+from .shortage import trim_heap
 from .stream import Entry
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -115,8 +115,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _forget_peak() -> None:
     """Set the mark back, and give the system what the C library's heap only keeps: it is not this phase's."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
     with contextlib.suppress(OSError):  # not Linux, or not allowed: then the mark is that of the process's whole life
         _CLEAR.write_text(_PEAK_OF_RSS)
 
