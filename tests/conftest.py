@@ -1,6 +1,7 @@
 """Two threads, caches of their own, traces made in this process: nothing is left in the user's folders."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "2"  # before torch is imported: results of products depend on it
@@ -39,6 +40,16 @@ def traced_in_process(cache_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coefficients, "derive", derive)
         yield real
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    """A ledger that a test leaves on makes all that come after it in this process many times slower."""
+    yield
+    if "torch" in sys.modules:
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        assert _get_current_dispatch_mode_stack() == []
 
 
 @pytest.fixture(scope="session")

@@ -157,7 +157,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(w, id=", ".join(w.values()), marks=pytest.mark.slow if i > 1 else []) for i, w in enumerate(OTHERS)],
+    [pytest.param(w, id=", ".join(w.values()), marks=pytest.mark.slow if i > 0 else []) for i, w in enumerate(OTHERS)],
 )
 def test_whatever_is_on(run_with, words):
     """Twice in one run; in 16 bits other micro-batches round otherwise."""
@@ -179,6 +179,7 @@ def test_four_in_one_run(run_with, undisturbed):
     assert json.loads((job.folder / "plan.json").read_text()) == found["replan"][-1]["plan"]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_drawn_again_as_they_were(run_with):
     """With dropout, and with micro-batches of one example in either plan, so that masks are of the same shapes."""
     words = {"lora.dropout": "0.2", "memory.micro_batch_size": "1", "memory.checkpointing": "auto"}

@@ -126,8 +126,9 @@ def loading(techniques, folder, monkeypatch):
         ledger.own(model.parameters(), "parameter")
         ledger.__enter__()
 
-    monkeypatch.setattr(models, "fill_empty", then_watch)
-    models.fill_from(folder)(run.model, CPU)
+    with monkeypatch.context() as patch:  # the layout below fills models too
+        patch.setattr(models, "fill_empty", then_watch)
+        models.fill_from(folder)(run.model, CPU)
     ledger.__exit__(None, None, None)
     live = top = 0
     for index, sign in ledger.events:
