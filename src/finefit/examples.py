@@ -76,9 +76,9 @@ def read_data(config: Config, tokenizer: Any) -> Data:
     def store_of(source: Source) -> TokenStore:
         return prepare(source, tokenizer, max_length=at.max_length, too_long=at.too_long)
 
-    store = store_of(open_source(config.data))
+    store = store_of(open_source(config.data, bad_rows=at.bad_rows))
     named = config.eval_data or (HELD_OUT if config.data == HELD_OUT.partition(":")[0] else None)
-    held_out = store_of(open_source(named)) if named else store
+    held_out = store_of(open_source(named, bad_rows=at.bad_rows)) if named else store
     aside: tuple[int, ...] = () if named else tuple(range(0, len(store), HELD_OUT_SHARE))
     if len(aside) == len(store):
         aside = ()  # too few examples to set any aside: they are evaluated on what they learn

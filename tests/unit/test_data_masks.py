@@ -146,9 +146,13 @@ def test_what_cannot_be_told_apart_is_refused(tiny):
 
 
 def _source(folder, rows):
+    return open_source(_written(folder, rows))
+
+
+def _written(folder, rows):
     path = folder / "data.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": prompt, "completion": answer}) for prompt, answer in rows))
-    return open_source(path)
+    return path
 
 
 @pytest.fixture
@@ -190,6 +194,38 @@ def test_long_examples_are_cut_dropped_or_refused_and_counted(tiny, tmp_path, ro
     with pytest.raises(DataError, match="none of the 4 examples has a token to learn"):
         prepare(source, tiny, max_length=8, cache=cache)
     assert len(list(cache.iterdir())) == 2, "a refused build leaves nothing behind"
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_told(tiny, tmp_path, rows):
+    """By the reader, by the format, and by the template; what is left is as without them."""
+    tiny.chat_template = "{% if 'no!' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    path, cache = _written(tmp_path, rows), tmp_path / "cache"
+    whole = prepare(open_source(path), tiny, max_length=200, cache=cache)
+    good = path.read_bytes().split(b"\n")
+    bad = [b'{"prompt": "\xff", "completion": "b"}', b'{"prompt": "a"', b'{"prompt": "a", "completion": ""}',
+           b'{"prompt": "no!", "completion": "b"}', b'{"text": "other columns"}', b"7"]  # fmt: skip
+    path.write_bytes(b"\n".join([*bad[:2], *good[:2], *bad[2:], *good[2:]]))
+    with pytest.raises(DataError, match=f"{path}:1:13: not UTF-8"):
+        prepare(open_source(path), tiny, max_length=200, cache=cache)
+    store = prepare(open_source(path, bad_rows="skip"), tiny, max_length=200, cache=cache)
+    assert [store[i].ids.tolist() for i in range(len(store))] == [whole[i].ids.tolist() for i in range(len(whole))]
+    assert [store.where(i) for i in range(4)] == [f"{path}:{line}" for line in (3, 4, 9, 10)]
+    told = (store.folder / "refused.txt").read_text().splitlines()
+    assert [line.partition(": ")[0] for line in told] == [f"{path}:{at}" for at in ("1:13", "2:15", 5, 6, 7, 8)]
+    (said,) = store.says()
+    assert said.startswith(f"6 of 10 rows cannot be used and are left out: {told[0]}; all of them are in")
+
+
+def test_nothing_but_rows_that_cannot_be_used_is_an_error(tiny, tmp_path):
+    tiny.chat_template = "{{ raise_exception('no') }}"
+    path = _written(tmp_path, [("a", "b")] * 3)
+    with pytest.raises(
+        DataError, match=rf"{path}:1: none of the 3 rows can be used; the first: this model's chat template"
+    ):
+        prepare(open_source(path, bad_rows="skip"), tiny, max_length=200, cache=tmp_path / "cache")
+    path.write_text("{\n[1\n")
+    with pytest.raises(DataError, match="invalid JSON"):
+        open_source(path, bad_rows="skip")
 
 
 def test_a_store_is_found_again_and_not_for_anything_else(tiny, tmp_path, rows):

@@ -1,6 +1,6 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-47 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+48 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
@@ -193,6 +193,10 @@ class Train(_Section):
     max_length: Positive = Field(default=1024, description="longest example, tokens")
     too_long: Literal["truncate", "drop", "error"] = Field(
         default="truncate", description="what happens to longer examples"
+    )
+    bad_rows: Literal["strict", "skip"] = Field(
+        default="strict",
+        description="what happens at a row of the data that cannot be used: stop there, or leave it out",
     )
     eval_every: Count = Field(default=50, description="steps between evaluations; 0 only before and after training")
     save_every: Count = Field(default=50, description="steps between checkpoints; 0 only at the end")

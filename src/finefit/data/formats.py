@@ -172,7 +172,7 @@ def _message(turn: object, name: str, where: str) -> Message:
         raise DataError(f"{name} is {_kind(turn)}, not an object with 'role' and 'content'", where=where)
     role = turn.get("role", turn.get("from"))
     content = turn.get("content", turn.get("value"))
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         found = f"has the role {role!r}" if role is not None else f"has no 'role' (it has {_listed(turn)})"
         hint = did_you_mean(str(role), _ROLES) if role is not None else ""
         raise DataError(f"{name} {found}", where=where, hint=hint or "roles are system, user, assistant and tool")
@@ -220,9 +220,13 @@ def _tools(tools: object, where: str) -> tuple[Any, ...]:
     if isinstance(tools, str):  # ShareGPT files keep the list as a string
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"'tools' is a string that is not JSON ({error.msg})", where=where) from None
-    return tuple(_list(tools, "tools", where))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"'tools' is a string that is not JSON ({error})", where=where) from None
+    found = _list(tools, "tools", where)
+    for number, tool in enumerate(found, 1):
+        if not isinstance(tool, dict):
+            raise DataError(f"tool {number} of 'tools' is {_kind(tool)}, not an object", where=where)
+    return tuple(found)
 
 
 def _list(value: object, name: str, where: str) -> list[Any]:

@@ -89,7 +89,9 @@ class Masker:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Ids and masks of ``examples``, in their order."""
-        rendered = [self.render(example) for example in examples]
+        return self.tokenized([self.render(example) for example in examples])
+
+    def tokenized(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         encoded: list[Encoded | None] = [None] * len(rendered)
         for special in (False, True):
             chosen = [i for i, item in enumerate(rendered) if item.special is special]

@@ -1,7 +1,8 @@
 """Files and built-in sets to examples, one after the other, in constant memory (a JSON array is read whole).
 
 JSON lines, JSON arrays, CSV and plain text (a blank line between two examples), each also with ``.gz``. Anything that
-cannot be used stops at once with ``file:line:column`` and a hint: training on half of a file unasked is no kindness.
+cannot be used stops at once with ``file:line:column`` and a hint: training on half of a file unasked is no kindness. Where
+rows may be left out (``BadRows``), each is told to who reads; a file whose end is lost still stops.
 Declined: parquet, arrow and hub ids (convert them to JSON lines), and folders of files.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 from finefit.data import stdlib_docstrings
 from finefit.data.formats import Example, Format, Row, detect, example, unused_columns
@@ -47,39 +48,51 @@ def _first_twice(names: Sequence[str]) -> str:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 Rows = Iterator[tuple[int, Row]]
+BadRows = Literal["strict", "skip"]
+Refuse = Callable[[DataError], None]
+"""Told of a row that cannot be used. It raises, or reading goes on with the next one."""
+
+
+def refuse_all(error: DataError) -> NoReturn:
+    """The first bad row ends it."""
+    raise error
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something to read examples from, as often as wanted. ``digest`` names the content, not the file."""
+    """Something to read examples from, as often as wanted. ``digest`` names the content, not the file; ``bad_rows`` is what
+    who reads is asked to do with rows that cannot be used."""
 
     name: str
     format: str
     digest: str
     unused_columns: tuple[str, ...]
-    _open: Callable[[], Iterator[Example]] = field(repr=False, compare=False)
+    bad_rows: BadRows
+    _open: Callable[[Refuse], Iterator[Example]] = field(repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Example]:
-        return self._open()
+        return self._open(refuse_all)
+
+    def examples(self, refuse: Refuse) -> Iterator[Example]:
+        """As iterating does, but ``refuse`` is told of rows that cannot be used."""
+        return self._open(refuse)
 
 
-def open_source(name: str | Path, columns: Mapping[str, str] | None = None) -> Source:
+def open_source(name: str | Path, columns: Mapping[str, str] | None = None, bad_rows: BadRows = "strict") -> Source:
     """The built-in set or the file ``name``. ``columns`` renames: ``{"prompt": "question"}`` reads one as the other."""
     if str(name) in BUILT_IN:
-        return _built_in(str(name))
+        return _built_in(str(name), bad_rows)
     path = Path(name).expanduser()
     _check_file(path)
     renamed = {theirs: ours for ours, theirs in (columns or {}).items()}
-    first = next(_rows(path, renamed), None)
-    if first is None:
-        raise DataError("the file has no rows", where=str(path), hint="it must hold at least one example")
-    known = detect(first[1], f"{path}:{first[0]}")
+    known, row = _first(path, renamed, bad_rows)
     marks = json.dumps([known.name, sorted(renamed.items())]).encode()
     return Source(
         name=str(path),
         format=known.name,
         digest=_file_digest(path, marks),
-        unused_columns=unused_columns(known, first[1]),
+        unused_columns=unused_columns(known, row),
+        bad_rows=bad_rows,
         _open=partial(_examples, path, known, renamed),
     )
 
@@ -90,24 +103,49 @@ def check_named(name: str) -> None:
         _check_file(Path(name).expanduser())
 
 
-def _built_in(name: str) -> Source:
-    def examples() -> Iterator[Example]:
+def _first(path: Path, renamed: Mapping[str, str], bad_rows: BadRows) -> tuple[Format, Row]:
+    """The file's format, by its first row that has one."""
+    refused: list[DataError] = []
+    for line, row in _rows(path, renamed, refuse_all if bad_rows == "strict" else refused.append):
+        try:
+            return detect(row, f"{path}:{line}"), row
+        except DataError as error:
+            if bad_rows == "strict":
+                raise
+            refused.append(error)
+    if refused:
+        raise none_usable(path, len(refused), refused[0])
+    raise DataError("the file has no rows", where=str(path), hint="it must hold at least one example")
+
+
+def none_usable(name: str | Path, count: int, first: DataError) -> DataError:
+    said = f"none of the {count:,} rows can be used; the first: {first.message}"
+    return DataError(said, where=first.where or str(name), hint=first.hint)
+
+
+def _built_in(name: str, bad_rows: BadRows) -> Source:
+    def examples(_refuse: Refuse) -> Iterator[Example]:
         for pair in BUILT_IN[name]():
             yield Example(pair["where"], messages=tuple(pair["messages"]))
 
     # The library itself is not read for the digest: it only changes with the interpreter, and reading it takes seconds.
     recipe = Path(stdlib_docstrings.__file__).read_bytes()
     digest = hashlib.sha256(f"{name} {sys.version} {sys.platform} {sys.base_prefix}".encode() + recipe).hexdigest()
-    return Source(name=name, format="messages", digest=digest, unused_columns=(), _open=examples)
+    return Source(name=name, format="messages", digest=digest, unused_columns=(), bad_rows=bad_rows, _open=examples)
 
 
-def _examples(path: Path, known: Format, renamed: Mapping[str, str]) -> Iterator[Example]:
-    for line, row in _rows(path, renamed):
-        yield example(known, row, f"{path}:{line}")
+def _examples(path: Path, known: Format, renamed: Mapping[str, str], refuse: Refuse) -> Iterator[Example]:
+    for line, row in _rows(path, renamed, refuse):
+        try:
+            read = example(known, row, f"{path}:{line}")
+        except DataError as error:
+            refuse(error)
+        else:
+            yield read
 
 
-def _rows(path: Path, renamed: Mapping[str, str]) -> Rows:
-    for line, row in _READERS[_suffix(path)](path):
+def _rows(path: Path, renamed: Mapping[str, str], refuse: Refuse) -> Rows:
+    for line, row in _READERS[_suffix(path)](path, refuse):
         yield line, {renamed.get(column, column): value for column, value in row.items()} if renamed else row
 
 
@@ -148,19 +186,14 @@ def _file_digest(path: Path, marks: bytes) -> str:
     return digest.hexdigest()
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, refuse: Refuse) -> Iterator[tuple[int, str]]:
     """Numbered lines with their endings. Decoded one by one, so that a bad byte has a line."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"not UTF-8 text: byte 0x{error.object[error.start]:02x}",
-            where=f"{path}:{number}:{error.start + 1}",
-            hint="save the file as UTF-8",
-        ) from None
+                if (line := _decoded(raw, path, number, refuse)) is not None:
+                    yield number, line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"the compressed file is damaged ({error})",
@@ -171,15 +204,32 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"cannot read the file: {error.strerror}", where=str(path)) from None
 
 
-def _json_rows(path: Path) -> Rows:
+def _decoded(raw: bytes, path: Path, number: int, refuse: Refuse) -> str | None:
+    """A line's text; None where it is not UTF-8, and may be left out."""
+    try:
+        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        # of what is decoded: a mark at the beginning is no part of it
+        said, where = f"not UTF-8 text: byte 0x{error.object[error.start]:02x}", f"{path}:{number}:{error.start + 1}"
+    refuse(DataError(said, where=where, hint="save the file as UTF-8"))
+    return None
+
+
+def _json_rows(path: Path, refuse: Refuse) -> Rows:
     """JSON lines, or one JSON array: whichever the content is, since half of all .json files are JSON lines."""
-    lines = _lines(path)
-    for number, line in lines:
-        if line.lstrip().startswith("["):
-            # Blank lines stand in for what was skipped, so the decoder's own line numbers hold.
-            yield from _array_rows(path, "\n" * (number - 1) + line + "".join(rest for _, rest in lines))
-        elif line.strip():
-            yield number, _object(_parse(line, path, number), f"{path}:{number}")
+    is_first = True
+    for number, line in _lines(path, refuse):
+        if is_first and line.lstrip().startswith("["):
+            yield from _array_rows(path, "".join(text for _, text in _lines(path, refuse_all)), refuse)
+            return
+        if line.strip():
+            is_first = False
+            try:
+                row = _object(_parse(line, path, number), f"{path}:{number}")
+            except DataError as error:
+                refuse(error)
+            else:
+                yield number, row
 
 
 def _parse(line: str, path: Path, number: int) -> object:
@@ -202,14 +252,18 @@ def _unreadable(error: Exception, where: str) -> DataError:
     return DataError(f"invalid JSON: {error}", where=where)
 
 
-def _array_rows(path: Path, text: str) -> Rows:
+def _array_rows(path: Path, text: str, refuse: Refuse) -> Rows:
+    """Where one value ends is where the next one begins: what is no JSON ends it, whatever ``refuse`` would do."""
     position, line, counted = _skip_blank(text, text.index("[") + 1), 1, 0
     while text[position : position + 1] != "]":
         try:
             line += text.count("\n", counted, position)
             counted = position
             value, end = _DECODER.raw_decode(text, position)
-            yield line, _object(value, f"{path}:{line}")
+            if isinstance(value, dict):
+                yield line, value
+            else:
+                refuse(_no_object(f"{path}:{line}"))
             position = _skip_blank(text, end)
             if text[position : position + 1] == ",":
                 position = _skip_blank(text, position + 1)
@@ -238,16 +292,21 @@ def _skip_blank(text: str, position: int) -> int:
 def _object(value: object, where: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise DataError(
+    raise _no_object(where)
+
+
+def _no_object(where: str) -> DataError:
+    return DataError(
         "this row is not a JSON object",
         where=where,
         hint='a row looks like {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
     )
 
 
-def _csv_rows(path: Path) -> Rows:
+def _csv_rows(path: Path, refuse: Refuse) -> Rows:
     csv.field_size_limit(2**31 - 1)  # the default stops at 128 KiB, which one long answer reaches
-    reader = csv.DictReader(text for _, text in _lines(path))
+    # A line is not a row: without one of them it could be another table. As with an array of JSON, and a text.
+    reader = csv.DictReader(text for _, text in _lines(path, refuse_all))
     line = 1
     try:
         header = reader.fieldnames or ()  # reads the header, so that a row's first line is known
@@ -258,20 +317,19 @@ def _csv_rows(path: Path) -> Rows:
         line = reader.line_num + 1
         for row in reader:
             if None in row or None in row.values():
-                raise DataError(
-                    f"this row has {'more' if None in row else 'fewer'} cells than the header",
-                    where=f"{path}:{line}",
-                    hint="put quotes around cells with commas or line breaks",
-                )
-            yield line, row
+                said = f"this row has {'more' if None in row else 'fewer'} cells than the header"
+                hint = "put quotes around cells with commas or line breaks"
+                refuse(DataError(said, where=f"{path}:{line}", hint=hint))
+            else:
+                yield line, row
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(f"invalid CSV: {error}", where=f"{path}:{line}") from None
 
 
-def _text_rows(path: Path) -> Rows:
+def _text_rows(path: Path, _refuse: Refuse) -> Rows:
     start, kept = 1, ""
-    for number, line in _lines(path):
+    for number, line in _lines(path, refuse_all):
         if line.strip():
             start = start if kept else number
             kept += line
@@ -282,7 +340,7 @@ def _text_rows(path: Path) -> Rows:
         yield start, {"text": kept.strip()}
 
 
-_READERS: dict[str, Callable[[Path], Rows]] = {
+_READERS: dict[str, Callable[[Path, Refuse], Rows]] = {
     ".jsonl": _json_rows,
     ".ndjson": _json_rows,
     ".json": _json_rows,

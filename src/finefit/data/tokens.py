@@ -1,7 +1,8 @@
 """The token store: every example's ids and mask in flat memory-mapped files, made once and found again.
 
 A folder per (content, chat template, tokenizer, max_length, policy): ``ids.bin`` int32, ``mask.bin`` uint8,
-``offsets.bin`` int64 (one more than rows), ``labelled.bin`` int64, ``where.txt`` and ``index.json``. A re-plan after
+``offsets.bin`` int64 (one more than rows), ``labelled.bin`` int64, ``where.txt``, ``refused.txt`` (each row that could not be
+used, and why) and ``index.json``. A re-plan after
 running out of memory, a resumed run and a second rank therefore do not tokenise again. Built in a temporary folder in
 constant memory, flushed to disk and renamed, so a store is whole or absent; checked when opened, rebuilt if damaged.
 Declined: packing several examples into one row (that is decided per step) and cutting a long example into several.
@@ -13,21 +14,22 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from finefit.data.formats import Example
-from finefit.data.masks import Encoded, Masker, Tokenizer
-from finefit.data.readers import Source
+from finefit.data.masks import Encoded, Masker, Rendered, Tokenizer
+from finefit.data.readers import Refuse, Source, none_usable, refuse_all
 from finefit.errors import DataError
 from finefit.files import user_cache
 
 MAGIC = "finefit tokens"
-VERSION = 1
+VERSION = 2
 TooLong = Literal["truncate", "drop", "error"]
 
 _BATCH_EXAMPLES = 256
@@ -79,6 +81,9 @@ class TokenStore:
             said.append(f"{at['dropped_long']:,} {long} dropped")
         if at["dropped_unlabelled"]:
             said.append(f"{at['dropped_unlabelled']:,} of {at['read']:,} examples had nothing left to learn: dropped")
+        if at["refused"]:
+            rows = f"{at['refused']:,} of {at['read'] + at['refused']:,} rows cannot be used and are left out"
+            said.append(f"{rows}: {at['first_refused']}; all of them are in {self.folder / 'refused.txt'}")
         return tuple(said)
 
     @cached_property
@@ -134,83 +139,107 @@ def _key(source: Source, tokenizer: Tokenizer, max_length: int, too_long: TooLon
         recipe,
         max_length,
         too_long,
+        source.bad_rows,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _build(folder: Path, source: Source, masker: Masker, max_length: int, too_long: TooLong) -> None:
-    names = ("ids.bin", "mask.bin", "offsets.bin", "labelled.bin", "where.txt")
-    files: dict[str, IO[bytes]] = {}
-    try:
-        for name in names:
-            files[name] = (folder / name).open("wb")
-        index = _write_rows(files, source, masker, max_length, too_long)
+    names = ("ids.bin", "mask.bin", "offsets.bin", "labelled.bin", "where.txt", "refused.txt")
+    index: dict[str, Any] = {"magic": MAGIC, "version": VERSION, "source": source.name, "max_length": max_length}
+    with ExitStack() as stack:
+        files: dict[str, IO[bytes]] = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+        refused = _Refused(files["refused.txt"])
+        refuse = refuse_all if source.bad_rows == "strict" else refused
+        index |= _write_rows(files, _batches(source, masker, refuse), max_length, too_long)
         for file in files.values():
             _flush(file)
-    finally:
-        for file in files.values():
-            file.close()
+    if refused.first and not index["read"]:
+        raise none_usable(source.name, refused.count, refused.first)
     if not index["rows"]:
         raise DataError(
             f"none of the {index['read']:,} examples has a token to learn within {max_length:,} tokens",
             where=source.name,
             hint="raise max_length: the prompts alone fill it",
         )
+    index |= {"refused": refused.count, "first_refused": _one_line(refused.first), "methods": dict(masker.methods)}
     index["bytes"] = {name: (folder / name).stat().st_size for name in names}
     with (folder / "index.json").open("wb") as file:
         file.write(json.dumps(index, indent=1).encode())
         _flush(file)
 
 
+class _Refused:
+    """Writes what could not be used, a line each."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.count = file, 0
+        self.first: DataError | None = None
+
+    def __call__(self, error: DataError) -> None:
+        self.first = self.first or error
+        self.count += 1
+        self.file.write(f"{_one_line(error)}\n".encode(errors="replace"))
+
+
+def _one_line(error: DataError | None) -> str:
+    return " ".join(f"{error.where}: {error.message}".split()) if error else ""
+
+
 def _write_rows(
-    files: dict[str, IO[bytes]], source: Source, masker: Masker, max_length: int, too_long: TooLong
+    files: dict[str, IO[bytes]], batches: Iterator[list[tuple[str, Encoded]]], max_length: int, too_long: TooLong
 ) -> dict[str, Any]:
     counts = ("read", "rows", "tokens", "labelled_tokens", "longest")
     cuts = ("truncated", "truncated_tokens", "dropped_long", "dropped_unlabelled")
-    index: dict[str, Any] = {"magic": MAGIC, "version": VERSION, "source": source.name, "max_length": max_length}
-    index |= {**dict.fromkeys((*counts, *cuts), 0), "longest_where": ""}
+    index: dict[str, Any] = {**dict.fromkeys((*counts, *cuts), 0), "longest_where": ""}
     files["offsets.bin"].write(np.int64(0).tobytes())
-    for batch in _batches(source):
-        for example, (ids, mask) in zip(batch, masker.encode(batch), strict=True):
-            index["read"] += 1
-            if len(ids) > max_length:
-                if too_long == "error":
-                    hint = "raise max_length, or let too_long be 'truncate' or 'drop'"
-                    raise DataError(f"{len(ids):,} tokens, more than {max_length:,}", where=example.where, hint=hint)
-                if too_long == "drop":
-                    index["dropped_long"] += 1
-                    continue
-            kept, labelled = min(len(ids), max_length), int(mask[:max_length].sum())
-            if not labelled:
-                index["dropped_unlabelled"] += 1
+    for where, (ids, mask) in chain.from_iterable(batches):
+        index["read"] += 1
+        if len(ids) > max_length:
+            if too_long == "error":
+                hint = "raise max_length, or let too_long be 'truncate' or 'drop'"
+                raise DataError(f"{len(ids):,} tokens, more than {max_length:,}", where=where, hint=hint)
+            if too_long == "drop":
+                index["dropped_long"] += 1
                 continue
-            index["truncated"] += len(ids) > max_length
-            index["truncated_tokens"] += len(ids) - kept
-            index["rows"] += 1
-            index["tokens"] += kept
-            index["labelled_tokens"] += labelled
-            if kept > index["longest"]:
-                index["longest"], index["longest_where"] = kept, example.where
-            files["ids.bin"].write(ids[:max_length].tobytes())
-            files["mask.bin"].write(mask[:max_length].tobytes())
-            files["offsets.bin"].write(np.int64(index["tokens"]).tobytes())
-            files["labelled.bin"].write(np.int64(labelled).tobytes())
-            files["where.txt"].write(example.where.replace("\n", " ").encode() + b"\n")
-    index["methods"] = dict(masker.methods)
+        kept, labelled = min(len(ids), max_length), int(mask[:max_length].sum())
+        if not labelled:
+            index["dropped_unlabelled"] += 1
+            continue
+        index["truncated"] += len(ids) > max_length
+        index["truncated_tokens"] += len(ids) - kept
+        index["rows"] += 1
+        index["tokens"] += kept
+        index["labelled_tokens"] += labelled
+        if kept > index["longest"]:
+            index["longest"], index["longest_where"] = kept, where
+        files["ids.bin"].write(ids[:max_length].tobytes())
+        files["mask.bin"].write(mask[:max_length].tobytes())
+        files["offsets.bin"].write(np.int64(index["tokens"]).tobytes())
+        files["labelled.bin"].write(np.int64(labelled).tobytes())
+        files["where.txt"].write(where.replace("\n", " ").encode() + b"\n")
     return index
 
 
-def _batches(source: Source) -> Iterator[list[Example]]:
-    batch: list[Example] = []
+def _batches(source: Source, masker: Masker, refuse: Refuse) -> Iterator[list[tuple[str, Encoded]]]:
+    """Examples with their places, tokenised many at a time."""
+    places: list[str] = []
+    batch: list[Rendered] = []
     characters = 0
-    for example in source:
-        batch.append(example)
-        characters += len(example.text) + sum(len(message["content"]) for message in example.messages)
+    for example in source.examples(refuse):
+        try:
+            rendered = masker.render(example)
+        except DataError as error:
+            refuse(error)
+            continue
+        places.append(example.where)
+        batch.append(rendered)
+        characters += len(rendered.text)
         if len(batch) == _BATCH_EXAMPLES or characters > _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
+            yield list(zip(places, masker.tokenized(batch), strict=True))
+            places, batch, characters = [], [], 0
     if batch:
-        yield batch
+        yield list(zip(places, masker.tokenized(batch), strict=True))
 
 
 def _publish(building: Path, folder: Path) -> None:
