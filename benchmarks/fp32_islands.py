@@ -49,9 +49,9 @@ def techniques_of(kind: str, parts: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def peaks(run: Any, used: tuple[Any, ...], folder: Path, batch: Any) -> dict[str, int]:
-    """Of one step of one micro-batch, what is fed apart."""
+    """Of a step of two such micro-batches, so that there are gradients already; what is fed apart."""
     seen = Ledger()
-    trace.run_step(run, batch, seen, 1)
+    trace.run_step(run, batch, seen, 2)
     run.optimizer.zero_grad(set_to_none=True)
     longest = max(end - start for start, end in zip(batch.bounds, batch.bounds[1:], strict=False))
     told = predict.footprint(

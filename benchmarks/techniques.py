@@ -68,7 +68,7 @@ def measure(model: str, words: tuple[str, ...], rounds: int) -> dict[str, Any]:
     folder = assets.model_folder(model).folder
     data, hardware = examples.read_data(config, examples.tokenizer_of(folder)), planning.hardware_of(config, None)
     plan = planning.make_plan(config, resolve_model(str(folder)), hardware, data)
-    job = session.Job(config, plan, hardware, data, examples.tokenizer_of(folder), folder, Path("."))
+    job = session.Job(config, plan, hardware, data, examples.tokenizer_of(folder), folder, Path("."), None)
     before = resident_at_most()
     run = build(models.config_of(folder), plan.techniques, models.fill_from(folder), torch.device("cpu"), Optimizing())
     steps: list[tuple[float, float]] = []

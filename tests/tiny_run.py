@@ -26,7 +26,8 @@ def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
-def make_model(folder):
+def make_model(folder, **changes):
+    """``changes`` are of the model's config."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -42,11 +43,9 @@ def make_model(folder):
     )  # fmt: skip
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=len(words), max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": True}  # fmt: skip
+    config = LlamaConfig(**{**shape, **changes}, vocab_size=len(words), bos_token_id=0, eos_token_id=1, pad_token_id=1)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

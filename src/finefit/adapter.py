@@ -71,6 +71,11 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in (*model.named_parameters(), *kept_buffers(model).items())}
 
 
+def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What ``save_trained`` writes."""
+    return adapter_tensors(model) or model_tensors(model)
+
+
 def load_trained(model: torch.nn.Module, folder: Path) -> None:
     """Put back what ``save_trained`` wrote, in place; CheckpointError if a tensor is missing or of another shape."""
     adapters = adapter_tensors(model)

@@ -5,6 +5,7 @@ place. Reading takes the newest whose manifest holds; a damaged one is named and
 the data is a function of the seed and the step, so the step number is all that is kept of it.
 """
 
+import errno
 import hashlib
 import json
 import shutil
@@ -15,36 +16,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import load_trained, read_tensors, save_trained, write_tensors
+from .adapter import load_trained, read_tensors, save_trained, trained_tensors, write_tensors
 from .errors import CheckpointError
 from .files import replacing_folder, write_atomically
 from .run import Run
+from .units import format_bytes
 
 MANIFEST = "manifest.json"
 
 
 def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path, int]:
-    """Write the state after ``step`` into ``folder``/step-NNNNNN; the path and its bytes. Older than ``keep`` go."""
-    final = folder / f"step-{step:06d}"
+    """Write the state after ``step`` into ``folder``/step-NNNNNN; the path and its bytes. Older than ``keep`` go.
+
+    CheckpointError where the disk does not take it: earlier ones are untouched then.
+    """
+    final, states = folder / f"step-{step:06d}", _optimizer_tensors(run)
+    written = (*trained_tensors(run.model).values(), *states.values())
     try:
+        _make_room(folder, final, keep, sum(t.nbytes for t in written))
         with replacing_folder(final) as building:
             save_trained(run.model, building, base)
-            if states := _optimizer_tensors(run):  # SGD keeps none
+            if states:  # SGD keeps none
                 write_tensors(building / "optimizer.safetensors", states)
             write_tensors(building / "random.safetensors", generators())
             write_atomically(building / "state.json", json.dumps(_state(run, step)).encode())
             sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
             write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-    except OSError as error:
+        n_bytes = sum(path.stat().st_size for path in final.iterdir())
+    except (OSError, CheckpointError) as error:
+        cause = error.__cause__ if isinstance(error, CheckpointError) else error
+        reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
+        hint = "free some disk space, or see that the disk is there; earlier checkpoints are untouched"
         raise CheckpointError(
-            f"the checkpoint of step {step} was not written: {error.strerror}", where=str(final),
-            hint="free some disk space; earlier checkpoints are untouched",
-        ) from error  # fmt: skip
-    older = [path for path in _folders(folder) if path < final]
-    for gone in (*older[: max(0, len(older) - keep + 1)], *(path for path in _folders(folder) if path > final)):
+            f"the checkpoint of step {step} was not written: {reason}", where=str(final), hint=hint
+        ) from (cause or error)
+    for gone in (*_outdated(folder, final, keep), *(path for path in _folders(folder) if _step_of(path) > step)):
         shutil.rmtree(gone, ignore_errors=True)  # what is of a later step was damaged, or the run would be past it
-    return final, sum(path.stat().st_size for path in final.iterdir())
+    return final, n_bytes
+
+
+def _outdated(folder: Path, final: Path, keep: int) -> list[Path]:
+    """What goes once ``final`` is there, oldest first."""
+    older = [path for path in _folders(folder) if _step_of(path) < _step_of(final)]
+    return older[: max(0, len(older) - keep + 1)]
+
+
+def _make_room(folder: Path, final: Path, keep: int, n_bytes: int) -> None:
+    """Let go, but for the newest one, what would go after the save, where it does not fit beside them; OSError where it
+    never fits: half of it would have to be written to find that out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for gone in _outdated(folder, final, max(2, keep)):
+        if shutil.disk_usage(folder).free >= n_bytes:
+            break
+        shutil.rmtree(gone, ignore_errors=True)
+    if (free := shutil.disk_usage(folder).free) < n_bytes:
+        raise OSError(errno.ENOSPC, f"it takes {format_bytes(n_bytes)}, {format_bytes(free)} are free")
 
 
 def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int:
@@ -89,7 +116,18 @@ def damage(path: Path) -> str:
 
 def _folders(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    return sorted((path for path in folder.glob("step-*") if path.is_dir() and _step_of(path) >= 0), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    """The updates it has seen; -1 of a folder that is none."""
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
+def last_step(folder: Path) -> int:
+    """Of the newest checkpoint, whole or not; 0 where there is none."""
+    return max(map(_step_of, _folders(folder)), default=0)
 
 
 def _optimizer_tensors(run: Run) -> dict[str, Tensor]:

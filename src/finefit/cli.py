@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ LogFormat = Annotated[str, typer.Option(help="auto, live, plain or json")]
 MemoryLimit = Annotated[
     str | None, typer.Option(help="refuse tensors beyond this, as a smaller device would: to try what a run does then")
 ]
+Adapt = Annotated[bool, typer.Option("--adapt", help="use memory that turns out to be free: a faster plan, once")]
 Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yaml, then key=value settings")]
 
 
@@ -115,29 +115,36 @@ def train(
     plan_file: Annotated[Path | None, typer.Option("--plan", help="obey this plan file")] = None,
     log_format: LogFormat = "auto",
     memory_limit: MemoryLimit = None,
+    adapt: Adapt = False,
 ) -> None:
     """Fine-tune: finefit train MODEL DATA [key=value …], or finefit train run.yaml [key=value …]."""
     from . import session
+    from .launch import Options, launch
 
     steady_environment()
     config = _config(words or [], [])
     if config.data is None:
         raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
     _check_data(config)
-    _carry_out(lambda: session.new(config, plan_file), log_format, memory_limit, resumed=False)
+    launch(lambda: session.new(config, plan_file), Options(log_format, memory_limit, adapt), resumed=False)
 
 
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(help="the run's folder")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="memory.… or hardware.… settings to go on by another plan")
+    ] = None,
     log_format: LogFormat = "auto",
     memory_limit: MemoryLimit = None,
+    adapt: Adapt = False,
 ) -> None:
     """Go on with a run that was stopped or killed, exactly where its last checkpoint was."""
     from . import session
+    from .launch import Options, launch
 
     steady_environment()
-    _carry_out(lambda: session.again(run), log_format, memory_limit, resumed=True)
+    launch(lambda: session.again(run, words or ()), Options(log_format, memory_limit, adapt), resumed=True)
 
 
 @app.command()
@@ -299,27 +306,6 @@ def _check_data(config: Any) -> None:
     for name in (config.data, config.eval_data):
         if name:
             check_named(name)
-
-
-def _carry_out(begun: Callable[[], Any], log_format: str, memory_limit: str | None, resumed: bool) -> None:
-    """The job that ``begun`` gives, once the options are known to be right."""
-    from .events import EventLog
-    from .terminal.live import reporter
-    from .units import parse_bytes
-
-    limit = None if memory_limit is None else parse_bytes(memory_limit)
-    kinds = ("auto", "live", "plain", "json")
-    if log_format not in kinds:
-        raise ConfigError(f"--log-format {log_format} is unknown", hint=did_you_mean(log_format, kinds))
-    job = begun()
-    with reporter(log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
-        from .recover import carry_out
-
-        status = carry_out(job, log, resumed, limit)
-    if status == "stopped":
-        print(f"stopped and saved; finefit resume {job.folder} goes on", file=sys.stderr)
-        raise SystemExit(130)
-    print(f"done: {job.folder}  (finefit report {job.folder}, finefit chat {job.folder})", file=sys.stderr)
 
 
 def _show_diff(words: list[str], as_json: bool) -> None:

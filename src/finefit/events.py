@@ -5,14 +5,19 @@ file opened for appending. A line exists once its newline is there: a half line 
 log is opened again, and readers do not see it. Lines are flushed to the disk itself at ``save`` and ``end``.
 Floats that JSON has no word for are written as the strings ``"nan"``, ``"inf"``, ``"-inf"`` (read them with `number`).
 
+A disk that takes no more (full, gone, read-only) does not end a run: events wait, the observers are told once, and all are
+written when it takes them again. What still waits when the log is closed is an error.
+
 It declines to have state in it (that lives in checkpoints; the trainer asks it only what was told) and two writers.
 """
 
+import contextlib
 import errno
 import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +51,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # moment: load, resume, eval, save or merge, the first of each in a process | measured, predicted: {component: bytes}
     # on the device | host_bytes: resident at its peak, pages of mapped files too | predicted_host: {component: bytes}
     "phase": ("moment", "step", "measured", "predicted", "host_bytes", "predicted_host"),
+    # kind: leak, fragmentation, data or spill | bytes: how much more than before | message | hint: its cure
+    "growth": ("step", "kind", "bytes", "message", "hint"),
     # message: what the device refused, and where in the step | optional moment: of a footprint, where it was
     "out_of_memory": ("step", "message"),
     # plan: the new one | message: what was learnt | optional predicted: footprint
@@ -64,6 +71,7 @@ _COUNTS = frozenset({"step", "steps"})
 _WORDS = (None, "nan", "inf", "-inf")
 
 _FLUSHED = frozenset({"save", "end"})
+_MOST_WAITING = 10_000  # lines, the newest ones
 _BLOCK_BYTES = 1 << 16
 
 Event = dict[str, Any]
@@ -82,6 +90,8 @@ class EventLog:
         self.path = Path(path)
         self._observers = list(observers)
         self._clock = clock
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        self._has_told = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -94,21 +104,30 @@ class EventLog:
         self._observers.append(observer)
 
     def write(self, event: str, **fields: Any) -> Event:
-        """Append one event and return it as it stands in the file."""
+        """Append one event and return it as it stands in the file, or will."""
         missing = [name for name in _fields_of(event) if name not in fields]
         if missing:
             raise ValueError(f"event '{event}' lacks {', '.join(missing)}")
         record = _plain({"v": VERSION, "t": round(self._clock(), 3), "event": event, **fields})
         # ASCII only: no character inside a string can be taken for the end of a line.
-        self._append(json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n", event in _FLUSHED)
+        self._waiting.append(json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        error = self._append(event in _FLUSHED)
         for observer in tuple(self._observers):
             self._tell(observer, record)
+        if error and not self._has_told:
+            self._has_told = True
+            hint = "the run goes on, and events wait until there is room; checkpoints may not be written either"
+            self.write("warn", message=f"cannot write {self.path}: {error.strerror or error}", hint=hint)
         return record  # type: ignore[no-any-return]
 
     def close(self) -> None:
+        """CheckpointError where the disk did not take all to the end."""
         if self._file >= 0:
+            error = self._append(flush=False)
             os.close(self._file)
             self._file = -1
+            if error:
+                raise _disk_error(self.path, error, f", {len(self._waiting):,} events of it") from error
 
     def __enter__(self) -> "EventLog":
         return self
@@ -116,28 +135,45 @@ class EventLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:  # or it would stand before what ended the run; the observers know of it
+                raise
 
-    def _append(self, line: bytes, flush: bool) -> None:
+    def _append(self, flush: bool) -> OSError | None:
+        """Write what waits, a line at a time; why it could not be, the rest waiting on."""
         if self._file < 0:
             raise ValueError(f"the event log {self.path} is closed")
-        size_bytes = os.fstat(self._file).st_size
+        while self._waiting:
+            if error := self._written(self._waiting[0]):
+                return error
+            self._waiting.popleft()
+        self._has_told = False
         try:
-            written = os.write(self._file, line)
-            if written < len(line):  # the disk took a part: ask again for the rest, which names the reason
-                os.write(self._file, line[written:])
             if flush:
                 os.fsync(self._file)
         except OSError as error:
-            self._take_back(size_bytes, error)
-            raise _disk_error(self.path, error) from error
+            return error
+        return None
 
-    def _take_back(self, size_bytes: int, reason: OSError) -> None:
-        """Leave no half line behind; a file that cannot even shrink is put right when it is next opened."""
+    def _written(self, line: bytes) -> OSError | None:
+        """Write a whole line; or nothing of it, and why."""
+        size_bytes = -1
         try:
-            os.ftruncate(self._file, size_bytes)
+            size_bytes = os.fstat(self._file).st_size
+            written = os.write(self._file, line)
+            if written < len(line):  # the disk took a part: ask again for the rest, which names the reason
+                written += os.write(self._file, line[written:])
+            if written == len(line):
+                return None
+            reason = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            reason.add_note(f"and a half line may be left at the end of {self.path}: {error}")
+            reason = error
+        with contextlib.suppress(OSError):  # a file that cannot even shrink is put right when it is next opened
+            if size_bytes >= 0:
+                os.ftruncate(self._file, size_bytes)
+        return reason
 
     def _tell(self, observer: Observer, record: Event) -> None:
         try:
@@ -242,9 +278,10 @@ def _cut_half_line(file: int) -> None:
         os.ftruncate(file, end)
 
 
-def _disk_error(path: Path, error: OSError) -> CheckpointError:
+def _disk_error(path: Path, error: OSError, what: str = "") -> CheckpointError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CheckpointError(
-            f"the disk is full: cannot write {path}", hint="free some space, then finefit resume; nothing saved is lost"
+            f"the disk is full: cannot write {path}{what}",
+            hint="free some space, then finefit resume; nothing saved is lost",
         )
-    return CheckpointError(f"cannot write {path}: {error.strerror or error}")
+    return CheckpointError(f"cannot write {path}{what}: {error.strerror or error}")

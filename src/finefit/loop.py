@@ -47,6 +47,8 @@ class Hooks:
     stop: Callable[[], bool]
     blame: Callable[[int], str] = lambda _step: ""
     """What of a step, whose gradients are still there, is not finite: which tensor, which examples."""
+    grown: Callable[[int, int, float], None] = lambda _step, _tokens, _seconds: None
+    """Told each step with its tokens and seconds, when nothing of it is left."""
 
 
 def train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Literal["finished", "stopped"]:
@@ -80,6 +82,7 @@ def _train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Lite
                 labelled_tokens=labelled, seconds=seconds, tokens_per_s=tokens / seconds,
                 rss_bytes=process.memory_info().rss, **_of_device(run),
             )  # fmt: skip
+        hooks.grown(step, tokens, seconds)
         stopping, last = hooks.stop(), step == pace.steps
         if last or stopping or (pace.save_every and step % pace.save_every == 0):
             hooks.save(step)

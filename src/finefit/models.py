@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from .catalog import structures
-from .catalog.folders import INDEX, read_config
+from .catalog.folders import INDEX, shards
 from .errors import ModelError
 from .nn.arena import home_of
 from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
 from .nn.quantised_linear import QuantisedWeight
 from .nn.stores import Origin
-from .stored import Places, starts
+from .phases import MAPPED_AT_ONCE
+from .stored import Places, portions, starts
 
 _PICK = "pick a model that finefit fits lists"
 Fill = Callable[[Any, torch.device], None]
@@ -185,29 +186,24 @@ def fill_from(folder: Path) -> Fill:
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor, Origin]]:
-    """Every tensor of the folder's safetensors files, lazily, and where it is."""
+    """Every tensor of the folder's safetensors files, lazily, and where it is; what is mapped of a file is let go of as it
+    is read, or all of it would be resident at the end."""
     from safetensors import SafetensorError, safe_open
 
     for path in weight_files(folder):
         try:
             begins = starts(path)
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    yield name, file.get_tensor(name), Origin(path, begins[name])
+            for names in portions(begins, MAPPED_AT_ONCE):
+                with safe_open(path, framework="pt") as file:
+                    for name in names:
+                        yield name, file.get_tensor(name), Origin(path, begins[name])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read these weights: {error}", where=str(path)) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, or ModelError."""
-    index = folder / INDEX
-    if index.is_file():
-        places = read_config(index).get("weight_map")
-        if not isinstance(places, dict):
-            raise ModelError("there is no weight_map in it", where=str(index), hint="download the model again")
-        files = [folder / name for name in sorted(set(map(str, places.values())))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = shards(folder) if (folder / INDEX).is_file() else sorted(folder.glob("*.safetensors"))
     missing = [path.name for path in files if not path.is_file()]
     if missing or not files:
         what = f"weights {', '.join(missing)} are missing" if missing else "there are no safetensors weights here"

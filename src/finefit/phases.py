@@ -20,6 +20,8 @@ Kind = Literal["cpu", "cuda"]
 Bytes = dict[str, int]
 
 MIB = 2**20
+# Of a file of weights, and one tensor more, is mapped at once while it is read.
+MAPPED_AT_ONCE = 64 * MIB
 # Interpreter, torch, transformers, a tokenizer and finefit, without any tensor: resident, 96 MiB of it the libraries'
 # own pages. Measured: Python 3.11, torch 2.13 for CPUs, transformers 5.24, 2 threads, Linux, 2026-11-30.
 PROGRAM = 388 * MIB
@@ -138,13 +140,21 @@ def _is_adapter(group: ParamGroup) -> bool:
     return group.name.endswith(("lora_A", "lora_B"))
 
 
+def checkpoint_bytes(layout: Layout) -> tuple[int, int]:
+    """Of a checkpoint's files, headers apart: trained weights, and the optimizer's states wherever a run has them."""
+    trained = [g for g in layout.groups if g.trainable]
+    return sum(_bytes(g) * g.count for g in trained), sum(
+        sum(layout.update.tensors(g.piece())) * g.count for g in trained
+    )
+
+
 def _mapped(layout: Layout) -> dict[str, int]:
-    """Pages of files at each moment: the model's while it is loaded, the checkpoint's larger one, its states, and the
+    """Pages of files at each moment: a part of the model's while it is loaded, the checkpoint's larger one, its states, and the
     model's with its adapter's."""
-    trained = sum(_bytes(g) * g.count for g in layout.groups if g.trainable)
+    trained, kept = checkpoint_bytes(layout)
     stored = layout.model.num_parameters * _stored_bits(layout) // 8
-    kept = sum(sum(layout.update.tensors(g.piece())) * g.count for g in layout.groups if g.trainable)
-    found = {"load": stored - _linked(layout), "resume": max(trained, kept)}
+    largest = max(g.numel for g in layout.groups) * _stored_bits(layout) // 8
+    found = {"load": min(stored - _linked(layout), MAPPED_AT_ONCE + largest), "resume": max(trained, kept)}
     return {**found, "merge": stored + trained} if layout.rank else found
 
 

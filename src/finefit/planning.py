@@ -23,6 +23,7 @@ from .plan import WARNING, Plan
 from .predict import footprint
 from .search import DEFAULT_BUDGET, search
 from .spec import JobSpec, ModelSpec
+from .supervise import kept
 from .units import Budget, format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -86,6 +87,20 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "D
         )
         plan = replace(plan, notes=(*plan.notes, counted))
     return foreseen(plan, model, hardware, data)
+
+
+def plan_like(
+    before: Plan,
+    config: Config,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    data: "Data",
+    learnt: Mapping[str, float] | None = None,
+) -> Plan:
+    """The search for this config, but all that changes what is learnt as ``before`` has it."""
+    question = question_of(config, model, hardware, data)
+    question = replace(question, job=kept(question.job, before), learnt=tuple(sorted((learnt or {}).items())))
+    return foreseen(explained(question, search(question)), model, hardware, data, learnt)
 
 
 def question_of(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Question:

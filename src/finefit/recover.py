@@ -2,24 +2,26 @@
 
 from dataclasses import replace
 
-from . import checkpoint, planning, shortage, supervise
+from . import adapt, checkpoint, planning, shortage, supervise
 from .cap import capped
 from .errors import CheckpointError, Diverged, FinefitError, OutOfMemory
 from .events import EventLog
 from .footprint import MOMENT_LABELS, STEP
 from .layout import Micro
+from .plan import Plan
 from .session import Job
 from .spec import ModelSpec
 from .trainer import Attempt, Stopping, attempted, device_of, example_of, last_step, save, tell_end, warn
 from .units import format_bytes
 
 
-def carry_out(job: Job, log: EventLog, resumed: bool, limit_bytes: int | None = None) -> str:
-    """Train by the plan, and by another one where memory runs out; the run's status. Events tell everything that happens.
-
-    ``limit_bytes`` of tensors is all that the device gives.
+def carry_out(
+    job: Job, log: EventLog, resumed: bool, limit_bytes: int | None = None, better: adapt.Better = adapt.nothing_better
+) -> str:
+    """Train by the plan, and by another one where memory runs out or ``better`` finds one; the run's status. Events tell
+    everything that happens. ``limit_bytes`` of tensors is all that the device gives.
     """
-    attempt = Attempt(0, resumed, Stopping())
+    attempt = Attempt(0, resumed, Stopping(), better=better)
     try:
         return _carry_out(job, log, attempt, limit_bytes)
     except Diverged as error:
@@ -40,7 +42,11 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, limit_bytes: int | Non
     while True:
         try:
             with capped(limit_bytes, device_of(job)):
-                return attempted(job, log, attempt)
+                status = attempted(job, log, attempt)
+            if attempt.then is None or status != "adapting":
+                return status
+            job, attempt = _adapted(job, log, attempt, attempt.then)
+            continue
         except shortage.ERRORS as error:
             if not shortage.is_shortage(error):
                 raise
@@ -57,7 +63,18 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, limit_bytes: int | Non
         if attempt.stopping():
             tell_end(job, log, "stopped", attempt.started)
             return "stopped"
-        attempt = Attempt(attempt.number + 1, attempt.is_resumed, attempt.stopping, attempt.started)
+        attempt = attempt.next(attempt.better)
+
+
+def _adapted(job: Job, log: EventLog, attempt: Attempt, plan: Plan) -> tuple[Job, Attempt]:
+    """The state is saved; all else is let go. Headroom is used once: what then runs out of memory does not grow again."""
+    assert attempt.measured is not None
+    step, message = last_step(job), adapt.says(job.plan, plan, attempt.measured)
+    attempt.run = None
+    shortage.let_go(device_of(job))
+    plan.save(job.folder / "plan.json")
+    log.write("replan", step=step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
+    return replace(job, plan=plan), attempt.next(adapt.nothing_better)
 
 
 def _met(job: Job, attempt: Attempt, error: BaseException) -> shortage.Shortage:

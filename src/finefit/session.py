@@ -7,20 +7,24 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import plan as plans
 from .assets import model_folder
+from .candidates import rewrite
 from .catalog.folders import read_config
 from .config import Config, dump, load
 from .errors import CheckpointError, ConfigError, DataError, ModelError
 from .examples import Data, read_data, tokenizer_of
 from .files import hold, write_atomically
 from .hardware import HardwareSpec
+from .layout import Micro
+from .phases import checkpoint_bytes
 from .plan import Plan
-from .planning import called, hardware_of, make_plan, obey, warnings_of
+from .planning import called, hardware_of, make_plan, obey, plan_like, warnings_of
 from .spec import resolve_model
 from .units import format_bytes
 
@@ -65,6 +69,8 @@ class Job:
     held: Any
     """The folder's lock, given back when the job is gone."""
     said: tuple[str, ...] = ()
+    before: Plan | None = None
+    """The plan it went on by until now, where it is resumed by another one."""
 
 
 def new(config: Config, plan_file: Path | None) -> Job:
@@ -77,7 +83,7 @@ def new(config: Config, plan_file: Path | None) -> Job:
     model, data = replace(resolve_model(str(asset.folder)), name=called(config)), read_data(config, tokenizer)
     hardware = hardware_of(config, None)
     plan = obey(plan_file, config, model, hardware, data) if plan_file else make_plan(config, model, hardware, data)
-    check_disk(folder, plan)
+    check_disk(folder, checkpoint_bytes(rewrite(model, Micro(1, 1, 1), plan.techniques)), config.train.keep_checkpoints)
     held = hold(folder)
     run_folder(config.model_copy(update={"name": folder.name}))  # nobody was quicker
     write_atomically(folder / "config.yaml", dump(config).encode())
@@ -88,13 +94,23 @@ def new(config: Config, plan_file: Path | None) -> Job:
     return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, held, said)
 
 
-def again(folder: Path) -> Job:
-    """The run in ``folder``, by the config and plan it was started with."""
+# What a run may be resumed with: nothing of it changes what is learnt.
+_MAY_CHANGE = ("memory.", "hardware.")
+_MAY_NOT = ("memory.precision", "memory.rounding", "memory.fp32_islands")
+
+
+def again(folder: Path, overrides: Sequence[str] = ()) -> Job:
+    """The run in ``folder``, by the config and plan it was started with; by another plan where ``overrides`` ask for one."""
     if not (folder / "config.yaml").is_file() or not (folder / "plan.json").is_file():
         hint = "a run folder has config.yaml and plan.json"
         raise CheckpointError("there is no run here", where=str(folder), hint=hint)
+    for word in overrides:
+        key = word.partition("=")[0].strip()
+        if not key.startswith(_MAY_CHANGE) or key in _MAY_NOT:
+            hint = "memory.… and hardware.… may: micro_batch_size, checkpointing, offload, budget; a new run takes the rest"
+            raise ConfigError(f"'{key}' cannot change in the middle of a run", hint=hint)
     held = hold(folder)
-    config = load(folder / "config.yaml")
+    config = load(folder / "config.yaml", overrides)
     base, key = base_of(folder, config)
     tokenizer = tokenizer_of(base)
     data, plan = read_data(config, tokenizer), plans.load(folder / "plan.json")
@@ -102,7 +118,17 @@ def again(folder: Path) -> Job:
         held.close()
         hint = "put the data back as it was, or start a new run with it"
         raise DataError("the data is not what the run began with", where=str(config.data), hint=hint)
-    return Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held)
+    job = Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held)
+    return _otherwise(job) if overrides else job
+
+
+def _otherwise(job: Job) -> Job:
+    """The same run by the plan that its config asks for now; what the run is like stays as it is."""
+    model = replace(resolve_model(str(job.model_folder)), name=job.plan.model)
+    plan = plan_like(job.plan, job.config, model, job.hardware, job.data)
+    write_atomically(job.folder / "config.yaml", dump(job.config).encode())
+    plan.save(job.folder / "plan.json")
+    return replace(job, plan=plan, said=warnings_of(plan), before=job.plan)
 
 
 def check_base(folder: Path) -> None:
@@ -131,16 +157,17 @@ def base_of(folder: Path, config: Config) -> tuple[Path, str]:
     return noted, key
 
 
-def check_disk(folder: Path, plan: Plan) -> None:
-    """Free space against what the checkpoints will take, before anything is trained."""
-    states = plan.predicted.moments["optimizer_step"]
-    trained = states.get("gradient", 0) + states.get("optimizer_state", 0)
+def check_disk(folder: Path, checkpoint: tuple[int, int], keep: int) -> None:
+    """Free space against what checkpoints (bytes of weights, of states) and the end's weights take, before training."""
+    weights, one = checkpoint[0], sum(checkpoint)
+    needed = max(2, keep) * one + weights  # a new one is whole before the last one before it goes
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not os.access(existing, os.W_OK):
         raise CheckpointError("the folder cannot be written to", where=str(existing), hint="choose another output_dir")
     free = shutil.disk_usage(existing).free
-    if free < 2 * trained:
-        raise CheckpointError(
-            f"a checkpoint takes {format_bytes(trained)}, {format_bytes(free)} are free", where=str(existing),
-            hint="free some disk space or choose another output_dir",
-        )  # fmt: skip
+    if free < needed:
+        amounts = (
+            f"{max(2, keep)} checkpoints of {format_bytes(one)} and the trained weights of {format_bytes(weights)}"
+        )
+        hint = "free some disk space, choose another output_dir, or lower train.keep_checkpoints"
+        raise CheckpointError(f"{amounts} do not fit in {format_bytes(free)}", where=str(existing), hint=hint)

@@ -8,7 +8,7 @@ alone and the older names, those of models that also see have a prefix. Its own 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,18 @@ def _part(name: str, stored: str, pattern: str, converter: Any) -> Place:
     sources = converter.source_patterns
     join = (sources.index(pattern), len(sources), converter.operations[1].dim - 1) if operations[1:] else None
     return Place(name, int(found[1]), join)
+
+
+def portions(begins: Mapping[str, int], n_bytes: int) -> Iterator[list[str]]:
+    """Names in the order of the file, so many at once that the last begins within ``n_bytes`` of the first."""
+    names: list[str] = []
+    for name in sorted(begins, key=lambda name: begins[name]):
+        if names and begins[name] - begins[names[0]] > n_bytes:
+            yield names
+            names = []
+        names.append(name)
+    if names:
+        yield names
 
 
 def starts(path: Path) -> dict[str, int]:

@@ -42,7 +42,8 @@ def learnt(question: Question, plan: Plan, shortage: "Shortage", before: Lesson)
     if shortage.micro:
         said = footprint(rewrite(question.model, shortage.micro, plan.techniques), question.hardware)
         parts = said.corrected(before.times).moments.get(shortage.moment, parts)
-    foreseen, fixed = sum(parts.values()), sum(n for component, n in parts.items() if component in _STATES)
+    foreseen = sum(parts.values())
+    fixed = foreseen - beyond_states(parts)
     said_bytes = format_bytes(foreseen)
     if not shortage.held_bytes:
         guess = int(SMALLER * (foreseen or plan.predicted.peak_bytes))
@@ -57,6 +58,11 @@ def learnt(question: Question, plan: Plan, shortage: "Shortage", before: Lesson)
     return replace(before, limit_bytes=min(before.limit_bytes, shortage.held_bytes), says=says)
 
 
+def beyond_states(parts: Mapping[str, int]) -> int:
+    """Of a moment, what is neither a weight nor a state of one: what a prediction can be wrong about."""
+    return sum(n for component, n in parts.items() if component not in _STATES)
+
+
 Foresee = Callable[[Plan, Mapping[str, float]], Plan]
 """What a run's data adds to a plan, by what was learnt."""
 
@@ -65,7 +71,7 @@ def planned_again(question: Question, plan: Plan, lesson: Lesson, before: Lesson
     """The plan that goes on where ``plan``, made by the lesson ``before``, failed; OutOfMemory with an argument where there
     is none. It needs less than ``plan``; less than the guess too, if it can be.
     """
-    asked = replace(question, job=_kept(question.job, plan), learnt=tuple(sorted(lesson.times.items())))
+    asked = replace(question, job=kept(question.job, plan), learnt=tuple(sorted(lesson.times.items())))
     since = {moment: times / before.times.get(moment, 1.0) for moment, times in lesson.times.items()}
     has = plan.predicted.corrected(since).total_bytes
     why: DoesNotFit | ConfigError | None = None
@@ -89,7 +95,7 @@ def _other(question: Question, plan: Plan, limit: int, foresee: Callable[[Plan],
         aim = int(SMALLER * min(aim, found.predicted.total_bytes))
 
 
-def _kept(job: JobSpec, plan: Plan) -> JobSpec:
+def kept(job: JobSpec, plan: Plan) -> JobSpec:
     """The wish with all that changes the result as the plan has it: a plan file may say what the config does not."""
     of: dict[str, Any] = {t.name: t for t in plan.techniques}
     states, base, lora, islands = (of.get(n) for n in ("optimizer_states", "quantized_base", "lora", "fp32_islands"))

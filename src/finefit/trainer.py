@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 
-from . import adapter, checkpoint, evaluate, loop, models, phases, shortage, watch
+from . import adapt, adapter, checkpoint, evaluate, growth, loop, models, phases, shortage, supervise, watch
 from .build import load, rewritten
 from .candidates import rewrite
 from .config import Config
 from .data.order import spaced
-from .errors import DataError
+from .errors import CheckpointError, DataError
 from .events import EventLog, number, steps
 from .nn.optimizers import Optimizing
 from .obey import worst_rows
+from .plan import Plan
 from .predict import footprint
 from .rehearse import rehearse
 from .report.folder import write_report
 from .run import Example, MicroBatch, Run, trainable
 from .session import Job, peak_rate
 from .spec import ModelSpec
+from .units import format_bytes
 
 SHORTEST_SAMPLE_S = 3.0  # an answer is shown for as long as its evaluation took, and no less
 # Ctrl-C, a container's end, and what schedulers send before they take a node back (SLURM's --signal=USR1@60).
@@ -48,23 +50,33 @@ class Attempt:
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of random numbers, as they were when a step began, after ``drawn_at`` updates."""
     drawn_at: int = -1
+    better: adapt.Better = adapt.nothing_better
+    measured: adapt.Measured | None = None
+    """By the rehearsal."""
+    then: Plan | None = None
+    """The plan to go on with, found while this one ran."""
 
     @property
     def is_first(self) -> bool:
         return self.number == 0
 
+    def next(self, better: adapt.Better) -> "Attempt":
+        """The one after it."""
+        return Attempt(self.number + 1, self.is_resumed, self.stopping, self.started, better=better)
+
 
 def attempted(job: Job, log: EventLog, attempt: Attempt) -> str:
-    """Train by the plan; the run's status. Events tell everything that happens."""
+    """Train by the plan; the run's status, "adapting" where another plan shall go on. Events tell everything that happens."""
     _set_threads(job.config)
     new = attempt.is_first and not attempt.is_resumed
-    worst = [] if attempt.is_first and attempt.is_resumed else _worst_rows(job)
+    known = attempt.is_first and attempt.is_resumed and not job.before and attempt.better is adapt.nothing_better
+    worst = [] if known else _worst_rows(job)  # a plan that was rehearsed is not again
     if new:
         _tell_plan(job, log, worst)
     run = _build(job, log, attempt)
     seconds = time.perf_counter() - attempt.started
     if worst:
-        _rehearse(job, run, log, worst)
+        attempt.measured = _rehearse(job, run, log, worst)
     done = run.doing.step = 0 if new else _resume(job, run, log)
     _tell_beginning(job, log, attempt, done)
     _tell_build(job, run, log, seconds, verified=bool(worst))
@@ -75,12 +87,17 @@ def attempted(job: Job, log: EventLog, attempt: Attempt) -> str:
         hooks.evaluate(done)
     attempt.stopping.begin()
     status = loop.train(run, _pace(job), hooks, log, done)
+    if status == "stopped" and not attempt.stopping():
+        return "adapting"
     if status == "finished":
         run.doing.moment = "save"
         adapter.save_trained(run.model, job.folder, job.config.model)
         adapter.save_tokenizer(job.tokenizer, job.folder)
     tell_end(job, log, status, attempt.started)
-    write_report(job.folder)
+    try:
+        write_report(job.folder)
+    except CheckpointError as error:  # what was trained is written
+        warn(log, f"the report was not written: {error.message}", f"finefit report {job.folder} makes it")
     return status
 
 
@@ -90,15 +107,31 @@ def _hooks(job: Job, run: Run, log: EventLog, attempt: Attempt) -> loop.Hooks:
     return loop.Hooks(
         feed=partial(_feed, job, run, attempt),
         evaluate=partial(_evaluate, job, run, log, held_out, watched),
-        save=partial(save, job, run, log, watched),
-        stop=attempt.stopping,
+        save=partial(_save, job, run, log, watched, attempt.stopping),
+        stop=partial(_stops, job, run, attempt, run.doing.step),
         blame=partial(_blame, job, run),
+        grown=partial(_tell_growth, log, growth.Growth(run.model, run.device)),
     )
+
+
+def _stops(job: Job, run: Run, attempt: Attempt, begun_at: int) -> bool:
+    """At a step's end: somebody asked for it, or another plan is better."""
+    if attempt.measured and not attempt.stopping() and run.doing.step - begun_at == adapt.AFTER:
+        attempt.then = attempt.better(job, attempt.measured)
+    return attempt.stopping() or attempt.then is not None
+
+
+def _tell_growth(log: EventLog, seen: growth.Growth, step: int, tokens: int, seconds: float) -> None:
+    if found := seen.look(step, tokens, seconds):
+        log.write("growth", step=step, kind=found.kind, bytes=found.n_bytes, message=found.message, hint=found.hint)
 
 
 def tell_end(job: Job, log: EventLog, status: str, started: float) -> None:
     """How it ended, with the first and the last held-out loss that were told."""
-    told = sorted(steps(job.folder / "events.jsonl", "eval"), key=lambda event: int(event["step"]))
+    try:
+        told = sorted(steps(job.folder / "events.jsonl", "eval"), key=lambda event: int(event["step"]))
+    except CheckpointError:  # the disk is gone, and the log with it: the end is told all the same
+        told = []
     before, after = (number(told[i]["loss"]) if told else None for i in (0, -1))
     seconds = time.perf_counter() - started
     log.write("end", status=status, step=last_step(job), seconds=seconds, loss_before=before, loss_after=after)
@@ -107,6 +140,9 @@ def tell_end(job: Job, log: EventLog, status: str, started: float) -> None:
 def _tell_beginning(job: Job, log: EventLog, attempt: Attempt, done: int) -> None:
     for sentence in job.said if attempt.is_first else ():
         log.write("warn", message=sentence, hint="")
+    if attempt.is_first and job.before:
+        plan, message = job.plan, f"as asked: {supervise.changed(job.before, job.plan)}"
+        log.write("replan", step=done, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
     if attempt.is_first and attempt.is_resumed:
         log.write("warn", message=f"resumed after step {done} of {job.data.steps}", hint="")
 
@@ -133,6 +169,12 @@ def _build(job: Job, log: EventLog, attempt: Attempt) -> Run:
     plan, device = job.plan, device_of(job)
     at = job.config.train
     peak = peak_rate(job.config, plan.method)
+    if held := growth.hold_to(device):
+        warn(
+            log,
+            f"the GPU's memory is held to the {format_bytes(held)} that are free",
+            "its driver would not refuse more, and slow down",
+        )
     torch.manual_seed(job.config.seed)  # dropout draws from the global generator, which checkpoints keep
     run = attempt.run = rewritten(models.config_of(job.model_folder), plan.techniques, device)
     with watch.phase("load", run) as seen:
@@ -153,16 +195,21 @@ def _resume(job: Job, run: Run, log: EventLog) -> int:
     return done
 
 
-def _rehearse(job: Job, run: Run, log: EventLog, worst: list[int]) -> None:
+def _rehearse(job: Job, run: Run, log: EventLog, worst: list[int]) -> adapt.Measured:
     """The worst micro-batch, which the plan's prediction is for, first: measured beside it, and all post-conditions."""
     store = job.data.store
     short = sorted(job.data.rows, key=lambda row: int(store.lengths[row]))[:_UNCHANGED_LENGTH]
     _check_targets(job)
+    examples = [example_of(store, row) for row in worst]
     measured = rehearse(
-        run, [example_of(store, row) for row in worst], [example_of(store, row) for row in short], job.plan.techniques,
+        run,
+        examples,
+        [example_of(store, row) for row in short],
+        job.plan.techniques,
         job.plan.gradient_accumulation_steps,
-    )  # fmt: skip
+    )
     log.write("memory", step=0, measured=measured.to_json(), predicted=job.plan.predicted.to_json())
+    return adapt.Measured(shortage.micro_of(run.collate(examples)), measured)
 
 
 def _tell_build(job: Job, run: Run, log: EventLog, seconds: float, verified: bool) -> None:
@@ -261,6 +308,16 @@ def _watch_batch(job: Job, run: Run, log: EventLog, watched: set[str], step: int
     watch.tell(log, "eval", step, seen, replace(said, host={"eval": {**host["eval"], **of_data}}))
 
 
+def _save(job: Job, run: Run, log: EventLog, watched: set[str], stopping: Callable[[], bool], step: int) -> None:
+    """A checkpoint. Where the disk does not take it and there are steps to come, that is told, and training goes on."""
+    try:
+        save(job, run, log, watched, step)
+    except CheckpointError as error:
+        if step == job.data.steps or stopping() or shortage.is_shortage(error):
+            raise
+        warn(log, error.message, f"{error.hint}; training goes on, and the next one is tried in its time")
+
+
 def save(job: Job, run: Run, log: EventLog, watched: set[str], step: int) -> None:
     started, run.doing.moment = time.perf_counter(), "save"
     write = partial(checkpoint.save, run, step, job.folder / "checkpoints", job.config.model)
@@ -280,8 +337,7 @@ def warn(log: EventLog, message: str, hint: str) -> None:
 
 
 def last_step(job: Job) -> int:
-    folders = sorted((job.folder / "checkpoints").glob("step-*"))
-    return int(folders[-1].name.removeprefix("step-")) if folders else 0
+    return checkpoint.last_step(job.folder / "checkpoints")
 
 
 class Stopping:

@@ -47,7 +47,7 @@ def peaks(*techniques):
 
 
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("blocks", [0, 6], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("blocks", [pytest.param(0, marks=pytest.mark.slow), 6], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_rank_is_predicted_as_it_is_simulated(mesh, blocks, steps):
     how = [*MESHES[mesh], Precision("bf16_mixed"), Accumulation(4, 512, steps)]

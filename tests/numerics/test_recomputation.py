@@ -65,7 +65,7 @@ def assert_same(way, others, config=None):
         technique.verify(run, None)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16_mixed"])
+@pytest.mark.parametrize("kind", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "bf16_mixed"])
 @pytest.mark.parametrize("others", OTHERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_loss_and_gradients_are_the_same_to_the_bit(way, others, kind):

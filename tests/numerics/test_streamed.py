@@ -74,7 +74,7 @@ def poisoned(run):
     ],
     ids=["plain", "lora", "mixed", "qlora", "qlora in 8 bits", "some targets", "norms and tables train"],
 )
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_loss_and_gradients_are_those_of_resident_weights(techniques, blocks, tied):
     used = (*techniques, Accumulation(2, most_steps=2), *([Checkpointing(blocks)] if blocks else []))
     config = functools.partial(config_of, tie_word_embeddings=tied, attention_bias=True)

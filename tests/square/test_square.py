@@ -129,11 +129,14 @@ BETWEEN = {Accumulation, Clipping, Allocator}
 
 
 def in_every_precision():
-    """Each alone in all of them, pairs in one; the other pairs are slow."""
+    """Each alone in two of them, pairs in one; the others are slow."""
     for techniques, kind in itertools.product(SETS, KINDS):
         if kind == "fp16_mixed" and FusedBackwardStep() in techniques:
             continue  # refused: a scaled loss needs all gradients before a step
-        is_other = len(techniques) > 1 and (kind != "bf16_mixed" or not BETWEEN.isdisjoint(map(type, techniques)))
+        if len(techniques) > 1:
+            is_other = kind != "bf16_mixed" or not BETWEEN.isdisjoint(map(type, techniques))
+        else:
+            is_other = kind not in ("fp32", "bf16_mixed")
         marks = [pytest.mark.slow] if is_other else []
         yield pytest.param(techniques, kind, marks=marks, id=f"{names(techniques)}-{kind}")
 

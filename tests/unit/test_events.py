@@ -49,6 +49,7 @@ def test_every_event_of_the_table_can_be_written_and_read(tmp_path: Path) -> Non
         "skip",
         "save",
         "phase",
+        "growth",
         "out_of_memory",
         "replan",
         "warn",
@@ -161,9 +162,20 @@ def test_kill_9_while_writing_leaves_whole_lines(tmp_path: Path) -> None:
 def test_a_full_disk_names_the_path(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     path.symlink_to("/dev/full")
-    with EventLog(path) as log, pytest.raises(CheckpointError) as caught:
+    seen = []
+    with pytest.raises(CheckpointError) as caught, EventLog(path, [seen.append]) as log:
         log.write("warn", message="x", hint="")
-    assert f"the disk is full: cannot write {path}" == caught.value.message
+        log.write("warn", message="y", hint="")
+    assert f"the disk is full: cannot write {path}, 3 events of it" == caught.value.message
+    assert [event["message"] for event in seen] == ["x", f"cannot write {path}: No space left on device", "y"]
+
+
+def test_what_ended_a_run_is_told_before_events_that_were_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(ZeroDivisionError), EventLog(path) as log:
+        log.write("warn", message="x", hint="")
+        raise ZeroDivisionError
 
 
 def test_a_disk_that_takes_half_a_line_is_left_with_whole_lines(tmp_path: Path) -> None:
@@ -174,11 +186,12 @@ def test_a_disk_that_takes_half_a_line_is_left_with_whole_lines(tmp_path: Path) 
         "from finefit.events import EventLog; from finefit.errors import CheckpointError\n"
         "log = EventLog(pathlib.Path(sys.argv[1])); log.write('warn', message='x' * 500, hint='')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "try: log.write('warn', message='y' * 500, hint='')\n"
+        "log.write('warn', message='y' * 500, hint='')\n"
+        "try: log.close()\n"
         "except CheckpointError as error: print(error.message)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert f"cannot write {path}: File too large\n" == done.stdout
+    assert f"cannot write {path}, 2 events of it: File too large\n" == done.stdout
     assert [record["message"] for record in read(path)] == ["x" * 500]
     assert path.read_bytes().endswith(b"\n")
 

@@ -300,6 +300,20 @@ def test_missing_weights_are_only_a_note(tmp_path):
     assert "the files lack 15 of 20 tensors" in ModelSpec.from_folder(folder_with(tmp_path / "few", TINY, few)).notes[0]
 
 
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/model.safetensors", "a/b.safetensors", "..\\x", "a\0", 7.0]
+)
+def test_an_index_names_no_file_outside_its_folder(tmp_path, name):
+    folder = folder_with(tmp_path / "m", TINY, {"a": (1,)})
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    if isinstance(name, str):
+        with pytest.raises(ModelError, match="it names a file outside its folder"):
+            ModelSpec.from_folder(folder)
+    else:
+        assert "weight files are missing, such as 7.0" in ModelSpec.from_folder(folder).notes[0]
+
+
 def test_a_quantised_checkpoint_keeps_the_shapes_of_the_config(tmp_path):
     config = {**TINY, "quantization_config": {"quant_method": "bitsandbytes"}}
     spec = ModelSpec.from_folder(folder_with(tmp_path / "m", config, {"model.layers.0.x.weight.absmax": (9,)}))

@@ -67,14 +67,26 @@ def read_headers(folder: Path) -> tuple[Headers, str]:
     paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("adapter_")]
     if not paths:
         return {}, "the folder has no safetensors files: shapes come from config.json alone"
-    index = folder / INDEX
-    if index.is_file():
-        shards = set(read_config(index).get("weight_map", {}).values())
-        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if (folder / INDEX).is_file():
+        paths = shards(folder)
+        missing = [path.name for path in paths if not path.is_file()]
         if missing:
-            return {}, f"{len(missing)} of {len(shards)} weight files are missing, such as {missing[0]}"
-        paths = [folder / shard for shard in sorted(shards)]
+            return {}, f"{len(missing)} of {len(paths)} weight files are missing, such as {missing[0]}"
     return {name: value for path in paths for name, value in _header(path).items()}, ""
+
+
+def shards(folder: Path) -> list[Path]:
+    """The files that the index names, there or not; ModelError where it names none, or one that is not in this folder."""
+    index = folder / INDEX
+    places = read_config(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ModelError("there is no weight_map in it", where=str(index), hint="download the model again")
+    names = sorted(set(map(str, places.values())))
+    for name in names:
+        if name != Path(name).name or "\\" in name or "\0" in name:
+            hint = "a model's weights lie beside their index: take the model from where it can be trusted"
+            raise ModelError(f"it names a file outside its folder: {name!r}", where=str(index), hint=hint)
+    return [folder / name for name in names]
 
 
 def text_part(headers: Headers, expected: Mapping[str, tuple[int, ...]], depth: int) -> tuple[Headers, int]:

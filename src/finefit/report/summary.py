@@ -149,7 +149,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         saves=tuple(str(event["path"]) for event in last_of_each_step(by_name.get("save", []))),
         resumes=_resumes(order),
         notes=(
-            *(_note(event) for event in order if event["event"] in ("warn", "out_of_memory", "replan")),
+            *(_note(event) for event in order if event["event"] in ("warn", "growth", "out_of_memory", "replan")),
             *_skipped(by_name.get("skip", [])),
         ),
     )
@@ -233,6 +233,8 @@ def _skipped(events: list[Event]) -> list[str]:
 
 def _note(event: Event) -> str:
     match event["event"]:
+        case "growth":
+            return f"step {event['step']}: {event['kind']}, {event['message']}; {event['hint']}"
         case "out_of_memory":
             return f"step {event['step']}: out of memory, {event['message']}"
         case "replan":

@@ -71,6 +71,8 @@ def _fields(event: Event) -> dict[str, Any]:
             return {**_of(event, "step", "path"), "size": format_bytes(event["bytes"]), **_of(event, "seconds")}
         case "skip":
             return _of(event, "step", "scale", "skipped", "message")
+        case "growth":
+            return _of(event, "step", "kind", "bytes", "message", "hint")
         case "end":
             return _of(event, "status", "step", "seconds", "loss_before", "loss_after")
     return _of(event, "step", "message", "hint")

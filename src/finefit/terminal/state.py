@@ -88,6 +88,8 @@ def sentence(event: Event) -> str:
             return f"step {event['step']}: out of memory, {event['message']}"
         case "replan":
             return f"step {event['step']}: planned again, {event['message']}"
+        case "growth":
+            return f"step {event['step']}: {event['kind']}, {event['message']}; {event['hint']}"
         case "warn":
             return f"warning: {event['message']}" + (f" ({event['hint']})" if event["hint"] else "")
         case "end":

@@ -1,0 +1,108 @@
+"""A run goes on by another plan: asked for when it is resumed, or found while there is memory left."""
+
+import dataclasses
+import json
+
+import pytest
+
+from finefit import adapt, config, recover, session
+from finefit.errors import ConfigError
+from finefit.events import EventLog
+
+WORDS = {
+    "method": "lora", "lora.rank": "4", "train.global_batch_size": "8", "train.max_length": "256", "train.steps": "10",
+    "train.learning_rate": "1e-2", "train.save_every": "4", "train.eval_every": "0", "memory.precision": "fp32",
+}  # fmt: skip
+SMALL = {"memory.micro_batch_size": "1", "memory.checkpointing": "all"}
+
+
+def job_of(model, data, folder, name="run", **changes):
+    words = [f"{key}={word}" for key, word in {**WORDS, "name": name, "output_dir": str(folder), **changes}.items()]
+    return session.new(config.load(None, words, {"model": str(model), "data": str(data)}), None)
+
+
+def carried_out(job, resumed=False, better=adapt.nothing_better, stop_after=None):
+    """Status and events by name."""
+
+    def look(event):
+        if event["event"] == "step" and event["step"] == stop_after:
+            import signal
+
+            signal.raise_signal(signal.SIGTERM)
+
+    with EventLog(job.folder / "events.jsonl", [look]) as log:
+        status = recover.carry_out(job, log, resumed, better=better)
+    job.held.close()
+    found = [json.loads(line) for line in (job.folder / "events.jsonl").read_text().splitlines()]
+    return status, {kind: [e for e in found if e["event"] == kind] for kind in {e["event"] for e in found}}
+
+
+def losses(found):
+    last = {event["step"]: event["loss"] for event in found["step"]}
+    return [last[step] for step in sorted(last)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, data, tmp_path_factory):
+    _, found = carried_out(job_of(model, data, tmp_path_factory.mktemp("whole")))
+    return losses(found)
+
+
+def test_it_is_resumed_by_the_plan_that_is_asked_for(model, data, tmp_path, undisturbed):
+    """Other micro-batches and more checkpointing: the order of the data, and so every loss, stays."""
+    status, _ = carried_out(job_of(model, data, tmp_path), stop_after=4)
+    assert status == "stopped"
+    job = session.again(tmp_path / "run", [f"{key}={word}" for key, word in SMALL.items()])
+    status, found = carried_out(job, resumed=True)
+    assert status == "finished" and losses(found) == pytest.approx(undisturbed, rel=1e-6)
+    assert losses(found)[:4] == undisturbed[:4]
+    (event,) = found["replan"]
+    assert event["step"] == 4 and event["message"].startswith("as asked: ")
+    assert (event["plan"]["micro_batch_size"], event["plan"]["gradient_accumulation_steps"]) == (1, 8)
+    assert config.load(tmp_path / "run" / "config.yaml").memory.micro_batch_size == 1
+    assert len(found["memory"]) == 2, "the new plan is rehearsed"
+
+
+@pytest.mark.parametrize("word", ["method=full", "train.learning_rate=1", "memory.precision=bf16", "lora.rank=8"])
+def test_what_is_learnt_cannot_change_in_the_middle(model, data, tmp_path, word):
+    job = job_of(model, data, tmp_path)
+    job.held.close()
+    with pytest.raises(ConfigError, match="cannot change in the middle of a run"):
+        session.again(job.folder, [word])
+
+
+def test_memory_that_turns_out_to_be_free_is_used(model, data, tmp_path, undisturbed):
+    """A plan from a file for a smaller device: after a few steps one that takes less time goes on."""
+    small = job_of(model, data, tmp_path, "small", **SMALL)
+    small.held.close()
+    words = [f"{key}={word}" for key, word in {**WORDS, "name": "run", "output_dir": str(tmp_path)}.items()]
+    wish = config.load(None, words, {"model": str(model), "data": str(data)})
+    status, found = carried_out(session.new(wish, small.folder / "plan.json"), better=adapt.within(None))
+    assert status == "finished" and losses(found) == pytest.approx(undisturbed, rel=1e-6)
+    (event,) = found["replan"]
+    assert event["step"] == adapt.AFTER
+    assert event["plan"]["seconds_per_step"] < adapt.FASTER * found["plan"][0]["plan"]["seconds_per_step"]
+    assert event["predicted"]["peak_bytes"] > found["plan"][0]["predicted"]["peak_bytes"]
+    assert [e["step"] for e in found["save"]] == [4, adapt.AFTER, 8, 10]
+
+
+def test_a_plan_that_is_the_best_one_stays(model, data, tmp_path):
+    status, found = carried_out(job_of(model, data, tmp_path), better=adapt.within(None))
+    assert status == "finished" and "replan" not in found
+
+
+def test_a_limit_is_not_outgrown(model, data, tmp_path):
+    """What is allowed is no more than what is in use."""
+    job = job_of(model, data, tmp_path, **SMALL)
+    free = {"micro_batch_size": "auto", "checkpointing": "auto"}
+    job = dataclasses.replace(
+        job, config=job.config.model_copy(update={"memory": job.config.memory.model_copy(update=free)})
+    )
+    measured = []
+
+    def look(job, found):
+        measured.append(adapt.within(int(found.footprint.total_bytes * 1.05))(job, found))
+        return measured[-1]
+
+    status, _ = carried_out(job, better=look)
+    assert status == "finished" and measured == [None]
