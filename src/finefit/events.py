@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, FinefitError
 
 VERSION = 1
 
@@ -137,9 +137,11 @@ class EventLog:
     ) -> None:
         try:
             self.close()
-        except CheckpointError:
-            if error is None:  # or it would stand before what ended the run; the observers know of it
+        except CheckpointError as lost:
+            if error is None:
                 raise
+            if isinstance(error, FinefitError):  # what ended the run stands first
+                error.message += f"; and {lost.message}"
 
     def _append(self, flush: bool) -> OSError | None:
         """Write what waits, a line at a time; why it could not be, the rest waiting on."""

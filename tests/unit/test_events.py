@@ -176,6 +176,10 @@ def test_what_ended_a_run_is_told_before_events_that_were_not_written(tmp_path: 
     with pytest.raises(ZeroDivisionError), EventLog(path) as log:
         log.write("warn", message="x", hint="")
         raise ZeroDivisionError
+    with pytest.raises(CheckpointError) as caught, EventLog(path) as log:
+        log.write("warn", message="x", hint="")
+        raise CheckpointError("first")
+    assert f"first; and the disk is full: cannot write {path}, 2 events of it" == caught.value.message
 
 
 def test_a_disk_that_takes_half_a_line_is_left_with_whole_lines(tmp_path: Path) -> None:
