@@ -11,6 +11,7 @@ the slope of a line through them from a fifth of the steps on.
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,19 +34,28 @@ HEADS = {
     "zh": ("| 故障 | 存活 |", "| 一千步之中 | 开始 | 结束 | 斜率 |"),
 }
 NAMES = {
-    "test_a_run_goes_on_with_the_same_losses": ("memory refused, by moment", "在各个时刻拒绝内存"),
-    "test_whatever_is_on": ("memory refused twice, by technique", "内存两次被拒绝，各种技术"),
-    "test_kill_9_at_a_random_moment": ("killed (SIGKILL) at a random moment", "在随机时刻被杀（SIGKILL）"),
+    "test_out_of_memory": ("memory refused, by moment and by technique", "按时刻、按技术拒绝内存"),
+    "test_real_limits": (
+        "memory limited by the system (RLIMIT_DATA), or taken by another",
+        "系统限制内存（RLIMIT_DATA），或被别的占用者拿走",
+    ),
+    "test_kill": ("killed (SIGKILL) at a random moment", "在随机时刻被杀（SIGKILL）"),
+    "test_disk": ("the disk full, read-only, failing or gone", "磁盘已满、只读、出错或消失"),
+    "test_another_plan": ("another plan in the middle", "中途换计划"),
+    "test_generated": ("kinds of generated files, {inputs:,} inputs each", "生成的文件种类，每种 {inputs:,} 个输入"),
 }
+INPUTS = 2500
 
 
 def faults() -> dict[str, dict[str, int]]:
-    """(survived, of) by kind of fault."""
+    """(survived, of) by file of tests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "", "tests/faults", f"--junitxml={report}"]
-        subprocess.run(command, cwd=ROOT)
-        cases = [(case.get("name", "").partition("[")[0], not len(case)) for case in xml.parse(report).iter("testcase")]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "FINEFIT_GENERATED": str(INPUTS)})
+        cases = [
+            (case.get("classname", "").rpartition(".")[2], not len(case)) for case in xml.parse(report).iter("testcase")
+        ]
     survived, total = Counter(name for name, passed in cases if passed), Counter(name for name, _ in cases)
     return {name: {"survived": survived[name], "total": n} for name, n in total.items()}
 
@@ -90,13 +100,9 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 def tell(result: dict[str, Any]) -> None:
     for place, (language, (of_faults, of_soak)) in enumerate(HEADS.items()):
         lines = ["`benchmarks/results/reliability-cpu.json`:", "", of_faults, "|---|---:|"]
-        named = dict.fromkeys(NAMES, None)
-        for name in named:
-            row = result["faults"].get(name, {"survived": 0, "total": 0})
-            lines.append(f"| {NAMES[name][place]} | {row['survived']} / {row['total']} |")
-        others = [row for name, row in result["faults"].items() if name not in NAMES]
-        rest = ("everything else of it", "其余各项")[place]
-        lines.append(f"| {rest} | {sum(r['survived'] for r in others)} / {sum(r['total'] for r in others)} |")
+        for name, row in result["faults"].items():
+            words = NAMES[name][place].format(inputs=INPUTS)
+            lines.append(f"| {words} | {row['survived']} / {row['total']} |")
         lines += ["", of_soak, "|---|---:|---:|---:|"]
         for what, words in (("resident", ("resident memory", "常驻内存")), ("live", ("live tensors", "存活张量"))):
             row = result["soak"][what]

@@ -40,6 +40,7 @@ from .techniques import (
     Unsuitable,
     in_order,
 )  # fmt: skip
+from .techniques.optimizer_offload import host_bytes
 from .techniques.parameter_offload import pinned_bytes
 from .techniques.quantized_base import CHUNK, Bits, Scales
 from .units import Budget, format_bytes
@@ -246,7 +247,7 @@ def candidate(question: Question, size: int, tokens: int, work: Work, checkpoint
 def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique, ...], work: Work) -> Candidate:
     """Techniques on the work of a run: predicted for its worst micro-batch, timed for its mean."""
     layouts = [rewrite(model, micro, techniques) for micro in work.largest]
-    _check_host(hardware, pinned_bytes(layouts[0]))
+    _check_host(hardware, pinned_bytes(layouts[0]) + host_bytes(layouts[0]))
     predicted = max((footprint(layout, hardware) for layout in layouts), key=lambda f: f.peak_bytes)
     return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware), layouts[0].mesh)
 
@@ -255,7 +256,7 @@ def _check_host(hardware: HardwareSpec, pinned: int) -> None:
     """Unsuitable where a GPU's host is known not to hold what is offloaded to it."""
     if hardware.kind == "cuda" and 0 < hardware.host_memory_bytes < pinned:
         has = format_bytes(hardware.host_memory_bytes)
-        raise Unsuitable(f"the weights take {format_bytes(pinned)} of the host's memory, which is {has}")
+        raise Unsuitable(f"what is offloaded takes {format_bytes(pinned)} of the host's memory, which is {has}")
 
 
 def rewrite(model: ModelSpec, micro: Micro, techniques: Sequence[Technique]) -> Layout:

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from .adapter import load_trained, read_tensors, save_trained, trained_tensors, 
 from .errors import CheckpointError
 from .files import replacing_folder, write_atomically
 from .run import Run
+from .stored import starts
 from .units import format_bytes
 
 MANIFEST = "manifest.json"
@@ -38,7 +39,7 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
             save_trained(run.model, building, base)
             if states:  # SGD keeps none
                 write_tensors(building / "optimizer.safetensors", states)
-            write_tensors(building / "random.safetensors", generators())
+            write_tensors(building / "random.safetensors", generators(run.device))
             write_atomically(building / "state.json", json.dumps(_state(run, step)).encode())
             sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
             write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
@@ -86,9 +87,7 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
         load_trained(run.model, path)
         if states := _optimizer_tensors(run):
             read_tensors(path / "optimizer.safetensors", states)
-        drawn = generators()
-        read_tensors(path / "random.safetensors", drawn)
-        draw_from(drawn)
+        _draw_as_then(path / "random.safetensors", run.device)
         state = json.loads((path / "state.json").read_text())
         if run.scaler.is_enabled():
             run.scaler.load_state_dict(state["scaler"])
@@ -139,21 +138,25 @@ def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
     }
 
 
-def generators() -> dict[str, Tensor]:
-    """States of all generators of random numbers, by name."""
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """States of the generators of random numbers that a run on ``device`` draws from, by kind of device."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
+    return states | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
 
 
-def draw_from(states: dict[str, Tensor]) -> None:
+def draw_from(states: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the generators back to these states."""
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda")))
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _draw_as_then(path: Path, device: torch.device) -> None:
+    """A run that went on on another kind of device draws from what that has."""
+    known = starts(path)
+    drawn = {name: state for name, state in generators(device).items() if name in known}
+    read_tensors(path, drawn)
+    draw_from(drawn, device)
 
 
 def is_there(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from .layout import BITS, Layout, ParamGroup
+from .techniques.optimizer_offload import host_bytes
 from .techniques.parameter_offload import pinned_bytes
 
 Kind = Literal["cpu", "cuda"]
@@ -95,7 +96,7 @@ def _bytes(group: ParamGroup) -> int:
 def host(layout: Layout, moments: Mapping[str, Mapping[str, int]], kind: Kind) -> dict[str, Bytes]:
     """Bytes on the host by ``footprint.HOST`` at each of these moments."""
     copies, mapped = _copies(layout) if kind == "cuda" else {}, _mapped(layout)
-    pinned = pinned_bytes(layout) if kind == "cuda" else 0
+    pinned = pinned_bytes(layout) + host_bytes(layout) if kind == "cuda" else 0
     found: dict[str, Bytes] = {}
     for moment, parts in moments.items():
         tensors = sum(parts.values()) if kind == "cpu" else 0

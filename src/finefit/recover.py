@@ -141,7 +141,7 @@ def _rescue(job: Job, log: EventLog, attempt: Attempt) -> None:
     if last == step:
         return
     if attempt.drawn_at == step:  # a step began that is to be made again
-        checkpoint.draw_from(attempt.generators)
+        checkpoint.draw_from(attempt.generators, run.device)
     try:
         save(job, run, log, {"save"}, step)
     except (CheckpointError, *shortage.ERRORS) as error:

@@ -33,6 +33,8 @@ def rehearse(
     for group in run.optimizer.param_groups:
         group["lr"], group["kept_decay"], group["weight_decay"] = 0.0, group["weight_decay"], 0.0
     ledger, scale = Ledger(device=run.device.type), run.scaler.get_scale()
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)  # or they would be the load's
     run_step(run, batch, ledger, micro_steps)
     for technique in techniques:
         technique.verify(run, ledger)

@@ -29,7 +29,7 @@ from .footprint import LABELS, MOMENT_LABELS
 from .hardware import STAND_IN, UNNAMED
 from .ladder import rungs
 from .mesh import Mesh
-from .plan import Alternative, Plan
+from .plan import WARNING, Alternative, Plan
 from .spec import JobSpec
 from .techniques import Accumulation, Allocator, Technique, Unsuitable, in_order
 from .traffic import MACHINE, NETWORK, per_machine
@@ -131,6 +131,9 @@ def _caveats(question: Question) -> list[str]:
         notes.append(
             f"the device has no bf16; memory.precision={half} computes in 16 bits, which is never chosen unasked"
         )
+    if (rate := question.model.attention_dropout) and question.model.packs and question.job.pin("packing") != "false":
+        said = f"the model's dropout of {rate:g} on attention weights is not applied in packed rows"
+        notes.append(f"{WARNING}{said}; memory.packing=false does")
     if question.hardware.kind == "cuda":
         notes.append("attention is counted as it runs on a CPU, and no slack of the allocator: --verify simulates both")
     if question.hardware.name.startswith(UNNAMED):

@@ -12,6 +12,7 @@ Declines what kernels hold inside one operator.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from .nn.optimizers import Optimizing
 from .poly import Poly, dominates, plus, value
 from .reading import NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
 from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
+from .scratch import is_fake
 from .spec import CheckpointingKind
 from .techniques import (
     Checkpointing,
@@ -144,7 +146,11 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
         run.doing.moment = "optimizer_step"
         stepped = run.optimizer.gradients()
         run.scaler.unscale_(run.optimizer)
-        run.clip(stepped)
+        norm = run.clip(stepped)
+        if not (is_fake(norm) or norm.is_meta or math.isfinite(norm.item())):
+            for parameter in stepped:  # a rate of 0 times a nan is a nan; the step takes the same bytes without
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
         run.scaler.step(run.optimizer)
         ledger.mark("end")
 

@@ -243,7 +243,7 @@ def example_of(store: Any, row: int) -> Example:
 
 
 def _feed(job: Job, run: Run, attempt: Attempt, step: int) -> list[MicroBatch]:
-    attempt.generators, attempt.drawn_at = checkpoint.generators(), run.doing.step
+    attempt.generators, attempt.drawn_at = checkpoint.generators(run.device), run.doing.step
     examples = [example_of(job.data.store, row) for row in job.data.batch(step)]
     return [run.collate([examples[i] for i in group]) for group in run.split([len(ids) for ids, _ in examples])]
 

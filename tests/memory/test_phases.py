@@ -20,6 +20,7 @@ from finefit.footprint import PHASES
 from finefit.nn.optimizers import Optimizing
 from finefit.run import MicroBatch, trainable
 from finefit.spec import HardwareSpec, ModelSpec
+from finefit.stored import portions
 from finefit.techniques import (
     Accumulation,
     Checkpointing,
@@ -196,6 +197,15 @@ def test_a_file_s_mapping_takes_nothing_and_what_is_made_of_it_does(folder):
         made = stored.float()
         del made
     assert seen.device["temporary"] == stored.numel() * 4
+
+
+def test_a_file_is_mapped_a_part_at_a_time(folder, monkeypatch):
+    """In its own order; what is read is the same."""
+    assert list(portions({"c": 20, "a": 0, "d": 31, "b": 10}, 10)) == [["a", "b"], ["c"], ["d"]]
+    whole = {name: tensor for name, tensor, _ in models._stored(folder)}
+    monkeypatch.setattr(models, "MAPPED_AT_ONCE", 1000)
+    found = {name: tensor for name, tensor, _ in models._stored(folder)}
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 def test_what_is_held_is_seen_where_nothing_is_made():

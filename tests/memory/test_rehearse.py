@@ -74,6 +74,27 @@ def test_weight_decay_does_not_move_weights_in_a_rehearsal():
     assert {0.3} == {group["weight_decay"] for group in run.optimizer.param_groups}
 
 
+def not_finite(loss):
+    return lambda *args: loss(*args) * float("inf")
+
+
+NOT_FINITE = {
+    "plain": (Packing(), Clipping()),
+    "away": (Packing(), OptimizerOffload("disk")),
+    "in backward": (Packing(), FusedBackwardStep()),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(name):
+    used = NOT_FINITE[name]
+    run = run_of(used)
+    run.loss = not_finite(run.loss)
+    before = snapshot(run)
+    rehearse(run, [([5] * 40, [1] * 40)], examples_of((8, 9)), used, 1)
+    assert all(torch.equal(one, other) for one, other in zip(before, snapshot(run), strict=True))
+
+
 def test_a_trained_adapter_with_dropout_passes_the_rehearsal():
     """The neighbour check compares two forward passes: dropout must not differ between them."""
     run = run_of(USED)

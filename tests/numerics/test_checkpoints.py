@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from finefit import checkpoint
+from finefit import adapter, checkpoint
 from finefit.loop import optimizer_step
 from finefit.techniques import Lora
 from tiny import examples_of, run_of
@@ -49,8 +49,21 @@ def test_what_is_left_of_later_steps_goes_with_the_first_that_is_saved(tmp_path)
     assert names(tmp_path) == ["step-000002"]
 
 
+def test_a_checkpoint_of_another_kind_of_device_keeps_what_that_does_not_have(tmp_path):
+    """One of a GPU is gone on with on a CPU: the GPU's numbers are of no use there."""
+    run = run_of((Lora(4),))
+    saved(run, tmp_path, 1)
+    path = tmp_path / "step-000001" / "random.safetensors"
+    adapter.write_tensors(path, {"cpu": torch.get_rng_state(), "cuda": torch.zeros(16, dtype=torch.uint8)})
+    drawn = torch.randn(3)
+    checkpoint._draw_as_then(path, torch.device("cpu"))
+    assert torch.equal(torch.randn(3), drawn)
+    assert list(checkpoint.generators(torch.device("cpu"))) == ["cpu"]
+
+
 def test_generators_go_back_to_where_they_were():
-    states = checkpoint.generators()
+    cpu = torch.device("cpu")
+    states = checkpoint.generators(cpu)
     drawn = torch.randn(5)
-    checkpoint.draw_from(states)
+    checkpoint.draw_from(states, cpu)
     assert torch.equal(torch.randn(5), drawn)

@@ -1,7 +1,10 @@
 """Parts that stay in fp32: nearer to fp32 than the run without, the same by either loss, in every family."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finefit.nn.in_fp32 import is_island
 from finefit.run import blocks_of, summed_loss
@@ -109,6 +112,34 @@ def test_by_name_and_under_an_adapter():
     run = run_of((Precision("bf16"), Lora(4), Fp32Islands(("mlp.down_proj", "q_*"))))
     assert {name.split(".", 3)[3] for name in islands_of(run)} == {"mlp.down_proj", "self_attn.q_proj"}
     assert summed_loss(run, run.collate(examples_of((24,)))).isfinite()
+
+
+class Products(TorchDispatchMode):
+    """How many matrix products there are of each type."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.of[args[-1].dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("adapted", [(), (Lora(4),), (Lora(4, dropout=0.1),)], ids=["full", "lora", "dropout"])
+@pytest.mark.parametrize("part", ["mlp.down_proj", "q_proj", "up_proj", "mlp.*"])
+def test_what_is_taken_over_by_fused_ops_still_multiplies_in_fp32(part, adapted):
+    """As many products in fp32, forward, as without them: an island's own call is not gone round."""
+    found = []
+    for fused in ((), (FusedOps(),)):
+        run = run_of((Precision("bf16"), *adapted, *fused, Fp32Islands((part,)), Packing()))
+        with Products() as products:
+            summed_loss(run, run.collate(examples_of((24,))))
+        found.append(products.of[torch.float32])
+    linears = ("down_proj", "q_proj", "k_proj", "v_proj", "up_proj", "gate_proj")
+    assert found[1] >= sum(name.endswith(linears) for name in islands_of(run)) > 0
+    assert found[0] > 0 and (adapted or found[1] == found[0])
 
 
 def test_what_is_none_is_said():

@@ -1,6 +1,7 @@
 """Every way to compute activations again or to send them away gives the same loss and gradients, to the bit."""
 
 import contextlib
+import errno
 from collections import deque
 from dataclasses import replace
 
@@ -162,15 +163,40 @@ class Stream:
         pass
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
-def test_buffers_of_a_device_go_round(place, monkeypatch):
-    """What is done for CUDA tensors, in its order, on tensors that stand for them: the same gradients, all buffers back."""
+@pytest.fixture
+def device(monkeypatch):
+    """What CUDA tensors are offloaded by, for tensors that stand for them: (host, disk, whether each buffer was pinned)."""
     host, disk, step = offloaded.Host.__new__(offloaded.Host), offloaded.Disk(), []
     host.stream, host.free, host.writing = Stream(), [], deque()
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: (step.append(pin_memory), empty(*a, **k))[1])
+    return host, disk, step
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_write_that_failed_is_no_gradient(device, monkeypatch, number):
+    """The disk fails once, at any block's inputs, the last ones too: an error, and never what was in that place before."""
+    host, disk, _ = device
+    put, calls = disk.scratch.put, []
+
+    def failing(tensor, place):
+        calls.append(place)
+        if len(calls) == 4 + number + 1:  # in the second micro-batch, when places have something in them
+            raise OSError(errno.EIO, "Input/output error")
+        put(tensor, place)
+
+    monkeypatch.setattr(disk.scratch, "put", failing)
+    monkeypatch.setattr(offloaded, "place_of", lambda _name, _device: lambda x: offloaded._ThroughHost(x, host, disk))
+    with pytest.raises(OSError, match="Input/output"):
+        outcome((Precision("fp32"), Checkpointing(4), ActivationOffload("disk")))
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_buffers_of_a_device_go_round(place, device, monkeypatch):
+    """What is done for CUDA tensors, in its order, on tensors that stand for them: the same gradients, all buffers back."""
+    host, disk, step = device
     trips = {"host": lambda x: offloaded._ToHost(x, host), "disk": lambda x: offloaded._ThroughHost(x, host, disk)}
     monkeypatch.setattr(offloaded, "place_of", lambda name, _device: trips[name])
     assert_same((Checkpointing(4), ActivationOffload(place)), (Precision("fp32"),))

@@ -53,9 +53,12 @@ class PackedFlash(torch.autograd.Function):
 
 
 def suits(q_tnd: Tensor, form: Form) -> bool:
-    """Whether the kernel takes these heads: half types, no soft cap, head sizes of whole 16 bytes up to 256."""
+    """Whether the kernel takes these heads: half types, no soft cap, head sizes of whole 16 bytes up to 256; on a GPU of the
+    Ampere generation or later (a device that is only stood for is one)."""
     dim = q_tnd.shape[-1]
-    return q_tnd.dtype in (torch.bfloat16, torch.float16) and form.softcap is None and dim <= 256
+    if q_tnd.dtype not in (torch.bfloat16, torch.float16) or form.softcap is not None or dim > 256 or dim % 8:
+        return False
+    return not q_tnd.is_cuda or torch.cuda.get_device_capability(q_tnd.device) >= (8, 0)
 
 
 def _as_allocated(q_tnd: Tensor, k_tmd: Tensor, v_tmd: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:

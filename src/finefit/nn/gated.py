@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .in_fp32 import is_island
 from .lora_linear import linears
 from .quantised_linear import QuantisedWeight, dense
 
@@ -95,7 +96,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         down: Any = self.down_proj
         gate, up = linears(x, (self.gate_proj, self.up_proj))
-        if self.training and getattr(down, "dropout", 0.0) > 0.0:
+        if is_island(down) or (self.training and getattr(down, "dropout", 0.0) > 0.0):
             return self.down_proj(gated(gate, up, self.kind))
         low_rank = (getattr(down, "lora_A", None), getattr(down, "lora_B", None))
         with torch.autocast(x.device.type, enabled=False):

@@ -8,17 +8,21 @@ Between steps the model's weight is the one that counts: a twin is brought up to
 where anything else has written to it (a checkpoint). Declines one-step-delayed updates, which are not exact.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..scratch import is_fake, let_go
+from . import side_stream
 from .optimizers import Home
 
+BYTES_ON_THE_WAY = 2**28  # of gradients that have left backward and not the device yet, and one more
+_LARGE = 2**20  # bytes
 MOST_ON_THE_WAY = 2  # gradients in buffers beside the sums they are for
 
 
@@ -124,14 +128,19 @@ class Beside:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="finefit-gradients")
         self._adding: list[Future[None]] = []
+        self._leaving: deque[tuple[Any, int]] = deque()  # copies from the device, and their bytes
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-        if source.is_cuda:
-            source.record_stream(self.stream)  # or its memory would be given to another tensor too soon
+        if not source.is_cuda:
+            return
+        source.record_stream(self.stream)  # or its memory would be given to another tensor too soon
+        self._leaving.append((self.stream.record_event(), source.nbytes))
+        while sum(n_bytes for _, n_bytes in self._leaving) > BYTES_ON_THE_WAY and len(self._leaving) > 1:
+            self._leaving.popleft()[0].synchronize()  # where backward outruns the link, gradients would pile up
 
     def add(self, gradient: Tensor, sums: Tensor) -> None:
         while len(self._adding) >= MOST_ON_THE_WAY:
@@ -152,6 +161,7 @@ class Beside:
         for adding in self._adding:
             adding.result()
         self._adding.clear()
+        self._leaving.clear()
         self.stream.synchronize()
 
     def before_device(self) -> None:
@@ -164,4 +174,7 @@ def _copies(device: torch.device) -> Copies:
 
 def pinned(like: Tensor) -> Tensor:
     """Memory of the host that a device copies from and to while it does other things; plain where there is no device."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda or torch.cuda.is_available())
+    has_device = like.is_cuda or torch.cuda.is_available()
+    if has_device and like.nbytes >= _LARGE:  # PyTorch's own rounds up to a power of two
+        return side_stream.pinned(like.nbytes).view(like.dtype).view(like.shape)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=has_device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .in_fp32 import is_island
 from .quantised_linear import QuantisedWeight, dense, product
 
 
@@ -116,7 +117,7 @@ class LoRALinear(nn.Module):
         return cast("Tensor", self.weight).t() if self.transposed else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return linears(x, (self,))[0]
+        return _together(x, (self,))[0]
 
     def dropped(self, x_ti: Tensor) -> Tensor:
         """``x_Ti`` → ``y_To`` with dropout before A."""
@@ -133,10 +134,14 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Each layer's output for the same input: one low-rank product where all are adapted, else a call each."""
-    if not all(isinstance(layer, LoRALinear) for layer in layers):
+    """Each layer's output for the same input: one low-rank product where all are adapted, else a call each, as of an island
+    of fp32, whose own call is what widens its input."""
+    if not all(isinstance(layer, LoRALinear) and not is_island(layer) for layer in layers):
         return [layer(x) for layer in layers]
-    adapted = cast("Sequence[LoRALinear]", layers)
+    return _together(x, cast("Sequence[LoRALinear]", layers))
+
+
+def _together(x: Tensor, adapted: Sequence[LoRALinear]) -> list[Tensor]:
     x_ti = x.flatten(0, -2)
     if torch.is_autocast_enabled(x.device.type):
         x_ti = x_ti.to(torch.get_autocast_dtype(x.device.type))

@@ -234,14 +234,15 @@ class _ThroughHost:
         with torch.cuda.stream(host.stream):
             buffer[: x.nbytes].copy_(_flat(x), non_blocking=True)
             self.went = host.stream.record_event()
-        host.writing.append(disk.thread.submit(_written, buffer, x.nbytes, self.went, (host, disk, self.place)))
+        self.written = disk.thread.submit(_written, buffer, x.nbytes, self.went, (host, disk, self.place))
+        host.writing.append(self.written)
 
     def gone(self) -> None:
         torch.cuda.current_stream().wait_event(self.went)
 
     def come(self, room: Tensor) -> None:
         self.room = room
-        self.coming = self.disk.thread.submit(_read, self.n_bytes, self.host, self.disk, self.place)
+        self.coming = self.disk.thread.submit(_read, self.written, self.n_bytes, (self.host, self.disk, self.place))
 
     def come_in(self) -> None:
         buffer = self.coming.result()
@@ -257,7 +258,10 @@ def _written(buffer: Tensor, n_bytes: int, copied: Any, to: tuple[Host, Disk, Ro
     host.free.append(buffer)
 
 
-def _read(n_bytes: int, host: Host, disk: Disk, place: Room) -> Tensor:
+def _read(written: "Future[None]", n_bytes: int, at: tuple[Host, Disk, Room]) -> Tensor:
+    """In the thread that wrote it, so that is over; a write that failed fails here, or what was there before would be read."""
+    written.result()
+    host, disk, place = at
     buffer = host.take(n_bytes)
     disk.scratch.get(buffer[:n_bytes], place)
     return buffer

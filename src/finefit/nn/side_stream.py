@@ -19,6 +19,7 @@ from torch import Tensor
 from ..scratch import read_whole
 from .stores import Extent, Files, Origin, bytes_of, missing
 
+_PAGE = 4096
 STAGE = 2**26  # bytes of each of the two pinned pieces that files are read into
 
 
@@ -47,12 +48,15 @@ class _Side:
 
 
 def pinned(n_bytes: int) -> Tensor:
-    """Page-locked memory of exactly that size."""
-    tensor = torch.empty(n_bytes, dtype=torch.uint8)
+    """Page-locked memory of that size: whole pages of its own, as none may be registered twice."""
+    whole = -(-n_bytes // _PAGE) * _PAGE
+    room = torch.empty(whole + _PAGE, dtype=torch.uint8)
+    start = -room.data_ptr() % _PAGE
+    tensor = room[start : start + n_bytes]
     runtime: Any = torch.cuda.cudart()
     address = tensor.data_ptr()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, n_bytes, 0)))
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, whole, 0)))
+    weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, address)
     return tensor
 
 

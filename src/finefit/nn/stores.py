@@ -1,7 +1,7 @@
 """Where the bytes of streamed weights are, and how they come into the arena: from files into memory, by one thread.
 
 What a file of the model has as it is held is read there; what was converted or quantised while it was loaded is in a
-scratch file (``nn.scratch``), written once, tensor by tensor. Reads go through the system's page cache, which gives way when
+scratch file (``scratch``), written once, tensor by tensor. Reads go through the system's page cache, which gives way when
 memory is short, and let go of the interpreter's lock. Stores that feed a CUDA device are in ``nn.side_stream``.
 """
 

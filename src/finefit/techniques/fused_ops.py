@@ -52,7 +52,7 @@ class FusedOps(Technique):
                     setattr(parent, name, GatedMLP(child, _act(run.model)))
 
     def describe(self) -> str:
-        return "norms, attention and gated MLPs of known families keep only their inputs for backward"
+        return "norms, attention and gated MLPs of known families keep their inputs, and attention on a GPU its output, for backward"
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         from ..nn.gated import ACTIVATIONS

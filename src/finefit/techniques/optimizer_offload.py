@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 AT_ONCE = 2**25  # elements whose weights go back while the next are stepped: 64 to 128 MiB, some milliseconds of a link
 
 
+def host_bytes(layout: Layout) -> int:
+    """Of a GPU's host between steps: states that are there, each trained weight's twin, and the sum of its gradients."""
+    trained = [g for g in layout.groups if g.trainable]
+    states = sum(sum(layout.update.tensors(g.piece())) * g.count for g in trained) if layout.states_on == "host" else 0
+    weights = sum(g.numel * g.count * g.bits // 8 for g in trained)
+    return states + weights * {"device": 0, "disk": 1, "host": 2}[layout.gradients_on]
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerOffload(Technique):
     name = "optimizer_offload"
