@@ -21,7 +21,7 @@ Kind = Literal["cpu", "cuda"]
 Bytes = dict[str, int]
 
 MIB = 2**20
-# Of a file of weights, and one tensor more, is mapped at once while it is read.
+# Of a file of weights is mapped at once while it is read; a tensor more where one is larger.
 MAPPED_AT_ONCE = 64 * MIB
 # Interpreter, torch, transformers, a tokenizer and finefit, without any tensor: resident, 96 MiB of it the libraries'
 # own pages. Measured: Python 3.11, torch 2.13 for CPUs, transformers 5.24, 2 threads, Linux, 2026-11-30.
@@ -154,8 +154,7 @@ def _mapped(layout: Layout) -> dict[str, int]:
     model's with its adapter's."""
     trained, kept = checkpoint_bytes(layout)
     stored = layout.model.num_parameters * _stored_bits(layout) // 8
-    largest = max(g.numel for g in layout.groups) * _stored_bits(layout) // 8
-    found = {"load": min(stored - _linked(layout), MAPPED_AT_ONCE + largest), "resume": max(trained, kept)}
+    found = {"load": min(stored - _linked(layout), MAPPED_AT_ONCE), "resume": max(trained, kept)}
     return {**found, "merge": stored + trained} if layout.rank else found
 
 
