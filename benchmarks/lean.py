@@ -28,10 +28,10 @@ ROWS, LENGTH = 16, 1024
 MIB = 2**20
 WAYS: dict[str, tuple[str, ...]] = {
     "Trainer, full": (),
-    "finefit, full": ("method=full", "memory.precision=bf16", "memory.rounding=stochastic", "memory.budget=490MiB"),
+    "finefit, full": ("method=full", "memory.precision=bf16", "memory.rounding=stochastic", "memory.budget=560MiB"),
     "finefit, full, resident states": ("method=full", "memory.precision=bf16", "memory.optimizer_offload=none",
                                        "memory.checkpointing=all", "memory.micro_batch_size=1"),
-    "finefit, qlora": ("method=qlora", "memory.budget=260MiB"),
+    "finefit, qlora": ("method=qlora", "memory.budget=260MiB", "memory.allocator=tight"),
 }  # fmt: skip
 
 

@@ -322,15 +322,17 @@ def _sums_on(question: Question, place: Literal["host", "disk"]) -> Literal["dev
     return "disk" if is_disk else "device"
 
 
-def allocator_of(question: Question) -> Literal["expandable", "trimmed"] | None:
+def allocator_of(question: Question) -> Literal["expandable", "trimmed", "tight"] | None:
     """A GPU's segments grow, unless the user says otherwise; a CPU's heap is as it is until there is little room."""
     kind, wanted = question.hardware.kind, question.setting("allocator")
     if wanted == "default":
         return None
-    suits: dict[str, Literal["expandable", "trimmed"]] = {"cuda": "expandable", "cpu": "trimmed"}
-    if wanted not in (None, suits[kind]):
-        raise Unsuitable(f"memory.allocator={wanted} is for another kind of device; here it may be {suits[kind]}")
-    return suits[kind] if kind == "cuda" or wanted else None
+    if kind == "cuda" and wanted in (None, "expandable"):
+        return "expandable"
+    if kind == "cpu" and wanted in (None, "trimmed", "tight"):
+        return cast(Literal["trimmed", "tight"] | None, wanted)
+    here = {"cuda": "expandable", "cpu": "trimmed or tight"}[kind]
+    raise Unsuitable(f"memory.allocator={wanted} is for another kind of device; here it may be {here}")
 
 
 def offload_of(question: Question, key: str) -> Literal["host", "disk"] | None:

@@ -29,13 +29,13 @@ from finefit.run import Run
 def resident():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
 run = Run(None, torch.device("cpu"))
-if sys.argv[1] == "trimmed":
-    technique = Allocator("trimmed")
+if sys.argv[1] != "default":
+    technique = Allocator(sys.argv[1])
     technique.apply(run)
     technique.verify(run, None)
 before = resident()
 for _ in range(3):
-    tensors = [torch.ones(2**21) for _ in range(60)]  # 8 MiB each
+    tensors = [torch.ones(int(sys.argv[2])) for _ in range(60)]
     kept = tensors[::12]
     del tensors
 print(resident() - before)
@@ -43,15 +43,15 @@ print(resident() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_trimmed_heap_keeps_what_is_alive_and_no_more():
-    left = {
-        kind: int(
-            subprocess.run([sys.executable, "-c", HOLES, kind], capture_output=True, text=True, check=True).stdout
-        )
-        for kind in ("default", "trimmed")
-    }
-    alive = 5 * 8 * 1024
-    assert 0.9 * alive <= left["trimmed"] < 2 * alive < left["default"]
+@pytest.mark.parametrize(("kind", "elements"), [("trimmed", 2**21), ("tight", 2**18)])
+def test_a_trimmed_heap_keeps_what_is_alive_and_no_more(kind, elements):
+    """Tensors of 8 MiB, and of 1 MiB."""
+    left = {}
+    for one in ("default", kind):
+        command = [sys.executable, "-c", HOLES, one, str(elements)]
+        left[one] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    alive = 5 * elements * 4 // 1024
+    assert 0.9 * alive <= left[kind] < 2 * alive < left["default"]
 
 
 PLANS = {

@@ -24,7 +24,7 @@ WITHIN, OFTEN, NEVER_LOWER = 0.03, 0.95, 0.05
 @pytest.fixture(autouse=True)
 def heap_as_it_is(monkeypatch):
     """A trimmed heap would stay so for the tests that follow: what it does is tested in a process of its own."""
-    monkeypatch.setattr(allocator, "_trim_heap", lambda: 1)
+    monkeypatch.setattr(allocator, "_trim_heap", lambda _bytes: 1)
 
 
 class _Numbered:

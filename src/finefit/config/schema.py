@@ -247,8 +247,9 @@ class Memory(_Section):
     )
     fused_ops: Auto | bool = Field(default="auto", description="finefit's own modules that keep less for backward")
 
-    allocator: Literal["auto", "default", "expandable", "trimmed"] = Field(
-        default="auto", description="a GPU's segments grow (expandable), a CPU's heap gives back at once (trimmed)"
+    allocator: Literal["auto", "default", "expandable", "trimmed", "tight"] = Field(
+        default="auto",
+        description="a GPU's segments grow (expandable), a CPU's heap gives back at once (trimmed; tight: all, slow)",
     )
     parameter_offload: Offload = Field(
         default="auto", description="where frozen weights are that a block does not need now: none stays on the device"
