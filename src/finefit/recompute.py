@@ -31,7 +31,7 @@ class Pass(NamedTuple):
     """1 where the block's own input came back and did not stay: no activation, but temporary."""
 
 
-_WRITTEN_AT_ONCE = 2  # pinned buffers: nn.offloaded.WRITTEN_AT_ONCE
+WRITTEN_AT_ONCE = 2  # pinned buffers on their way to the disk
 _BLOCK = "forward 1"  # any block of the checkpointed step: it ends with one input more
 
 
@@ -113,7 +113,7 @@ def on_host(layout: Layout) -> int:
     """Bytes of pinned buffers beside a CUDA device; each takes a power of two (c10 CachingHostAllocator)."""
     if not layout.offloaded:
         return 0
-    buffers = layout.checkpointed if layout.offloaded == "host" else _WRITTEN_AT_ONCE
+    buffers = layout.checkpointed if layout.offloaded == "host" else WRITTEN_AT_ONCE
     return int(buffers * 2 ** (input_bytes(layout, layout.micro.tokens) - 1).bit_length())
 
 

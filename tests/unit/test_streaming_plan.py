@@ -11,13 +11,19 @@ from finefit.cost import seconds_per_step
 from finefit.errors import ConfigError, DoesNotFit
 from finefit.explain import explained
 from finefit.layout import Micro
+from finefit.nn import arena, side_stream
 from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, resolve_model
-from finefit.techniques import Lora, ParameterOffload, Precision, QuantizedBase, Unsuitable, Zero
+from finefit.techniques import Lora, ParameterOffload, Precision, QuantizedBase, Unsuitable, Zero, parameter_offload
 
 SHORT = JobSpec(method="lora", global_batch_size=4, max_length=512, longest=512)
 EIGHT = resolve_model("meta-llama/Llama-3.1-8B")
 MICRO = Micro(512, 512, 512)
+
+
+def test_what_is_on_paper_is_what_is_laid_out():
+    """Plans need no torch, so these numbers stand twice."""
+    assert (parameter_offload.ALIGNED, parameter_offload.STAGES) == (arena.ALIGNED, 2 * side_stream.STAGE)
 
 
 def layout_of(model=SMALL, *techniques):

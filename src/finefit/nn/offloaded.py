@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..recompute import WRITTEN_AT_ONCE
 from ..scratch import Place as Room
 from ..scratch import Scratch, is_fake
 from .kept import Input, keeping
 from .recomputed import Recomputed
-
-WRITTEN_AT_ONCE = 2  # pinned buffers on their way to the disk
 
 
 class Trip(Protocol):
