@@ -58,3 +58,15 @@ def make_data(path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def events_of(folder):
+    """Of a run's log, by name."""
+    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return {kind: [e for e in found if e["event"] == kind] for kind in {e["event"] for e in found}}
+
+
+def losses(found, kind="step"):
+    """The last that was told of each step."""
+    last = {event["step"]: event["loss"] for event in found[kind]}
+    return [last[step] for step in sorted(last)]

@@ -63,7 +63,11 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, limit_bytes: int | Non
         if attempt.stopping():
             tell_end(job, log, "stopped", attempt.started)
             return "stopped"
-        attempt = attempt.next(attempt.better)
+        attempt = _next(attempt, attempt.better)
+
+
+def _next(attempt: Attempt, better: adapt.Better) -> Attempt:
+    return Attempt(attempt.number + 1, attempt.is_resumed, attempt.stopping, attempt.started, better=better)
 
 
 def _adapted(job: Job, log: EventLog, attempt: Attempt, plan: Plan) -> tuple[Job, Attempt]:
@@ -74,7 +78,7 @@ def _adapted(job: Job, log: EventLog, attempt: Attempt, plan: Plan) -> tuple[Job
     shortage.let_go(device_of(job))
     plan.save(job.folder / "plan.json")
     log.write("replan", step=step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
-    return replace(job, plan=plan), attempt.next(adapt.nothing_better)
+    return replace(job, plan=plan), _next(attempt, adapt.nothing_better)
 
 
 def _met(job: Job, attempt: Attempt, error: BaseException) -> shortage.Shortage:

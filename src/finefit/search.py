@@ -7,6 +7,7 @@ fit the fastest wins; within two per cent of it, the one that needs least memory
 
 import contextlib
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from .hardware import STAND_IN, UNNAMED
 from .ladder import rungs
 from .mesh import Mesh
 from .plan import WARNING, Alternative, Plan
-from .spec import JobSpec
+from .spec import JobSpec, ModelSpec
 from .techniques import Accumulation, Allocator, Technique, Unsuitable, in_order
 from .traffic import MACHINE, NETWORK, per_machine
 from .units import format_bytes, format_seconds
@@ -122,6 +123,13 @@ def _uneven(question: Question, best: Candidate, split: Accumulation) -> list[st
     return said
 
 
+def _attention_dropout(model: ModelSpec) -> float:
+    """Of attention weights, as the families' own configs spell it; 0 where they say none."""
+    stored = json.loads(model.config or "{}")
+    rates = (stored.get(key) for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
+    return next((float(rate) for rate in rates if isinstance(rate, int | float)), 0.0)
+
+
 def _caveats(question: Question) -> list[str]:
     notes = ["predicted: traced activations and exact states; tensors, not what kernels take inside one operator"]
     if question.model.dtype == "float16" and precision_of(question).kind == "bf16":
@@ -131,7 +139,7 @@ def _caveats(question: Question) -> list[str]:
         notes.append(
             f"the device has no bf16; memory.precision={half} computes in 16 bits, which is never chosen unasked"
         )
-    if (rate := question.model.attention_dropout) and question.model.packs and question.job.pin("packing") != "false":
+    if (rate := _attention_dropout(question.model)) and question.model.packs and question.job.pin("packing") != "false":
         said = f"the model's dropout of {rate:g} on attention weights is not applied in packed rows"
         notes.append(f"{WARNING}{said}; memory.packing=false does")
     if question.hardware.kind == "cuda":

@@ -150,13 +150,6 @@ class ModelSpec:
         return self.family not in structures.OWN_ATTENTION
 
     @property
-    def attention_dropout(self) -> float:
-        """Of attention weights, as the config's own families spell it; 0 where it says none."""
-        stored = json.loads(self.config or "{}")
-        rates = (stored.get(key) for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
-        return next((float(rate) for rate in rates if isinstance(rate, int | float)), 0.0)
-
-    @property
     def q_width(self) -> int:
         return self.num_attention_heads * self.head_dim
 

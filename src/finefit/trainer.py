@@ -60,10 +60,6 @@ class Attempt:
     def is_first(self) -> bool:
         return self.number == 0
 
-    def next(self, better: adapt.Better) -> "Attempt":
-        """The one after it."""
-        return Attempt(self.number + 1, self.is_resumed, self.stopping, self.started, better=better)
-
 
 def attempted(job: Job, log: EventLog, attempt: Attempt) -> str:
     """Train by the plan; the run's status, "adapting" where another plan shall go on. Events tell everything that happens."""

@@ -1,13 +1,13 @@
 """A run goes on by another plan: asked for when it is resumed, or found while there is memory left."""
 
 import dataclasses
-import json
 
 import pytest
 
 from finefit import adapt, config, recover, session
 from finefit.errors import ConfigError
 from finefit.events import EventLog
+from tiny_run import events_of, losses
 
 WORDS = {
     "method": "lora", "lora.rank": "4", "train.global_batch_size": "8", "train.max_length": "256", "train.steps": "10",
@@ -33,13 +33,7 @@ def carried_out(job, resumed=False, better=adapt.nothing_better, stop_after=None
     with EventLog(job.folder / "events.jsonl", [look]) as log:
         status = recover.carry_out(job, log, resumed, better=better)
     job.held.close()
-    found = [json.loads(line) for line in (job.folder / "events.jsonl").read_text().splitlines()]
-    return status, {kind: [e for e in found if e["event"] == kind] for kind in {e["event"] for e in found}}
-
-
-def losses(found):
-    last = {event["step"]: event["loss"] for event in found["step"]}
-    return [last[step] for step in sorted(last)]
+    return status, events_of(job.folder)
 
 
 @pytest.fixture(scope="module")

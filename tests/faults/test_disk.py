@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import subprocess
 
@@ -14,6 +13,7 @@ from finefit.errors import CheckpointError
 from finefit.events import EventLog
 from finefit.layout import Micro
 from finefit.spec import ModelSpec
+from tiny_run import events_of, losses
 
 WORDS = {
     "method": "lora", "lora.rank": "4", "train.global_batch_size": "8", "train.max_length": "256", "train.steps": "6",
@@ -39,16 +39,6 @@ def carried_out(job, observers=(), resumed=False):
     finally:
         job.held.close()
     return status, events_of(job.folder)
-
-
-def events_of(folder):
-    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return {kind: [e for e in found if e["event"] == kind] for kind in {e["event"] for e in found}}
-
-
-def losses(found):
-    last = {event["step"]: event["loss"] for event in found["step"]}
-    return [last[step] for step in sorted(last)]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finefit import cap, config, recover, session, supervise
 from finefit.errors import OutOfMemory
 from finefit.events import EventLog
+from tiny_run import events_of, losses
 
 SHORT = {
     "method": "lora", "lora.rank": "4", "train.global_batch_size": "16", "train.max_length": "256", "train.steps": "6",
@@ -60,11 +61,6 @@ def job_of(model, data, folder, name, **changes):
     )
 
 
-def events_of(job):
-    found = [json.loads(line) for line in (job.folder / "events.jsonl").read_text().splitlines()]
-    return {kind: [e for e in found if e["event"] == kind] for kind in {e["event"] for e in found}}
-
-
 @pytest.fixture
 def run_with(model, data, tmp_path, monkeypatch):
     """Carry out the short run with these faults; its folder, events by name, and status."""
@@ -74,11 +70,11 @@ def run_with(model, data, tmp_path, monkeypatch):
         attempts, real = [], recover.Attempt
         models = []
 
-        def attempt(*args):
+        def attempt(*args, **others):
             gc.collect()
             assert all(model() is None for model in models), "an earlier attempt's model is still there"
             models.extend(weakref.ref(one.run.model) for one in attempts if one.run is not None)
-            attempts.append(real(*args))
+            attempts.append(real(*args, **others))
             return attempts[-1]
 
         mode = Refusing(attempts, faults)
@@ -98,14 +94,9 @@ def run_with(model, data, tmp_path, monkeypatch):
             finally:
                 job.held.close()
         assert not mode.faults, f"{mode.faults} did not happen"
-        return job, events_of(job), status
+        return job, events_of(job.folder), status
 
     return carry_out
-
-
-def losses(found, kind="step"):
-    last = {event["step"]: event["loss"] for event in found[kind]}
-    return [last[step] for step in sorted(last)]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +105,7 @@ def undisturbed(model, data, tmp_path_factory):
     with EventLog(job.folder / "events.jsonl", []) as log:
         recover.carry_out(job, log, False)
     job.held.close()
-    return events_of(job)
+    return events_of(job.folder)
 
 
 ONCE = [
