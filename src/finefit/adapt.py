@@ -46,16 +46,16 @@ def within(limit_bytes: int | None) -> Better:
 
     def better(job: Job, measured: Measured) -> Plan | None:
         model = replace(ModelSpec.from_folder(job.model_folder), name=job.plan.model)
-        question = planning.question_of(job.config, model, job.hardware, job.data)
-        most = min(question.budget.limit_bytes, limit_bytes or 2**63)
-        if measured.footprint.total_bytes > WELL_UNDER * most:
-            return None
-        times = _times(question, job.plan, measured)
-        asked = replace(
-            question, job=supervise.kept(question.job, job.plan), learnt=tuple(sorted(times.items())),
-            budget=Budget(most, most, format_bytes(most)),
-        )  # fmt: skip
         try:
+            question = planning.question_of(job.config, model, job.hardware, job.data)
+            most = min(question.budget.limit_bytes, limit_bytes or 2**63)
+            if measured.footprint.total_bytes > WELL_UNDER * most:
+                return None
+            times = _times(question, job.plan, measured)
+            asked = replace(
+                question, job=supervise.kept(question.job, job.plan), learnt=tuple(sorted(times.items())),
+                budget=Budget(most, most, format_bytes(most)),
+            )  # fmt: skip
             found = planning.foreseen(search(asked), model, job.hardware, job.data, times)
         except (DoesNotFit, ConfigError):  # nor does the present one, as it is reckoned: it stays
             return None

@@ -48,7 +48,7 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
     except (OSError, CheckpointError) as error:
         cause = error.__cause__ if isinstance(error, CheckpointError) else error
         reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
-        hint = "free some disk space, or see that the disk is there; earlier checkpoints are untouched"
+        hint = "free some disk space, or see that the disk is there; the newest one before it is untouched"
         raise CheckpointError(
             f"the checkpoint of step {step} was not written: {reason}", where=str(final), hint=hint
         ) from (cause or error)
@@ -81,7 +81,9 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
     for path in reversed(_folders(folder)):
         wrong = damage(path)
         if wrong:
-            warn(f"checkpoint {path.name} is damaged ({wrong})", "the one before it is used")
+            has_more = path != _folders(folder)[0]
+            then = "the one before it is used" if has_more else "there is none before it: the run begins again"
+            warn(f"checkpoint {path.name} is damaged ({wrong})", then)
             damaged.append(path)
             continue
         load_trained(run.model, path)
@@ -162,6 +164,10 @@ def _draw_as_then(path: Path, device: torch.device) -> None:
 def is_there(folder: Path) -> bool:
     """Whether any checkpoint is, whole or not."""
     return bool(_folders(folder))
+
+
+def is_whole(folder: Path, step: int) -> bool:
+    return not damage(folder / f"step-{step:06d}")
 
 
 def _sha256(path: Path) -> str:

@@ -11,7 +11,6 @@ written when it takes them again. What still waits when the log is closed is an 
 It declines to have state in it (that lives in checkpoints; the trainer asks it only what was told) and two writers.
 """
 
-import contextlib
 import errno
 import json
 import math
@@ -91,7 +90,8 @@ class EventLog:
         self._observers = list(observers)
         self._clock = clock
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
-        self._has_told = False
+        self._has_told = self._has_half = False
+        self._lost = 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -110,6 +110,7 @@ class EventLog:
             raise ValueError(f"event '{event}' lacks {', '.join(missing)}")
         record = _plain({"v": VERSION, "t": round(self._clock(), 3), "event": event, **fields})
         # ASCII only: no character inside a string can be taken for the end of a line.
+        self._lost += len(self._waiting) == _MOST_WAITING
         self._waiting.append(json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         error = self._append(event in _FLUSHED)
         for observer in tuple(self._observers):
@@ -118,6 +119,11 @@ class EventLog:
             self._has_told = True
             hint = "the run goes on, and events wait until there is room; checkpoints may not be written either"
             self.write("warn", message=f"cannot write {self.path}: {error.strerror or error}", hint=hint)
+        if not error and self._lost:
+            lost, self._lost = self._lost, 0
+            self.write(
+                "warn", message=f"{lost:,} events before this one were lost: the disk took none for too long", hint=""
+            )
         return record  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -127,7 +133,7 @@ class EventLog:
             os.close(self._file)
             self._file = -1
             if error:
-                raise _disk_error(self.path, error, f", {len(self._waiting):,} events of it") from error
+                raise _disk_error(self.path, error, f", {len(self._waiting) + self._lost:,} events of it") from error
 
     def __enter__(self) -> "EventLog":
         return self
@@ -163,6 +169,9 @@ class EventLog:
         """Write a whole line; or nothing of it, and why."""
         size_bytes = -1
         try:
+            if self._has_half:
+                _cut_half_line(self._file)
+                self._has_half = False
             size_bytes = os.fstat(self._file).st_size
             written = os.write(self._file, line)
             if written < len(line):  # the disk took a part: ask again for the rest, which names the reason
@@ -172,9 +181,11 @@ class EventLog:
             reason = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             reason = error
-        with contextlib.suppress(OSError):  # a file that cannot even shrink is put right when it is next opened
+        try:
             if size_bytes >= 0:
                 os.ftruncate(self._file, size_bytes)
+        except OSError:  # it cannot even shrink: it is put right before the next line, or when it is next opened
+            self._has_half = True
         return reason
 
     def _tell(self, observer: Observer, record: Event) -> None:

@@ -152,8 +152,11 @@ def writable_cache(part: str) -> Path:
 
 def hold(folder: Path) -> IO[bytes]:
     """Take ``folder`` for this process, until the file returned is closed; ConfigError when another one has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("ab")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("ab")
+    except OSError as error:
+        raise CheckpointError(f"could not write: {error.strerror}", where=str(folder), hint=_hint(error)) from error
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,8 @@ import platform
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any, Literal
@@ -113,7 +114,9 @@ class Growth:
             return None
         said = f"{format_bytes(by)} more are in use than {WINDOW} steps ago, between steps as large as those before"
         hint = "something keeps what a step has made; the run goes on, and plans again when memory runs out"
-        return Finding("leak", by, f"{said}: {growing(before, census(), self.model)}", hint)
+        after = census()
+        with _all_searched():
+            return Finding("leak", by, f"{said}: {growing(before, after, self.model)}", hint)
 
 
 def rise(values: Sequence[int]) -> int:
@@ -156,7 +159,8 @@ def hold_to(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     most = free + torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(most / total, device)
+    told = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)(device)
+    torch.cuda.set_per_process_memory_fraction(min(most / total, told), device)
     return int(most)
 
 
@@ -188,6 +192,18 @@ def _of_heap() -> Callable[[], tuple[int, int, int]]:
         return held.uordblks + held.hblkhd, held.arena + held.hblkhd, 2**62
 
     return read
+
+
+@contextmanager
+def _all_searched() -> Iterator[None]:
+    """The collector looks at what a loop has put aside, too: a holder may be older than what it holds."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        if is_frozen:
+            gc.freeze()
 
 
 def census() -> dict[Class, int]:

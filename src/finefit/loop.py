@@ -86,6 +86,7 @@ def _train(run: Run, pace: Pace, hooks: Hooks, log: EventLog, done: int) -> Lite
         stopping, last = hooks.stop(), step == pace.steps
         if last or stopping or (pace.save_every and step % pace.save_every == 0):
             hooks.save(step)
+            stopping = stopping and hooks.stop()  # what was to be gone on from may not have been written
         if last or (not stopping and evaluates(pace, step)):
             hooks.evaluate(step)
         if stopping and not last:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from . import adapt, checkpoint, planning, shortage, supervise
 from .cap import capped
-from .errors import CheckpointError, Diverged, FinefitError, OutOfMemory
+from .errors import CheckpointError, ConfigError, Diverged, FinefitError, OutOfMemory
 from .events import EventLog
 from .footprint import MOMENT_LABELS, STEP
 from .layout import Micro
@@ -66,6 +66,14 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, limit_bytes: int | Non
         attempt = _next(attempt, attempt.better)
 
 
+def _write_plan(job: Job, log: EventLog, plan: Plan) -> None:
+    """A disk that does not take it ends nothing: the event has the plan."""
+    try:
+        plan.save(job.folder / "plan.json")
+    except (CheckpointError, ConfigError) as error:
+        warn(log, f"the new plan was not written: {error.message}", "resumed, the run would begin with the old one")
+
+
 def _next(attempt: Attempt, better: adapt.Better) -> Attempt:
     return Attempt(attempt.number + 1, attempt.is_resumed, attempt.stopping, attempt.started, better=better)
 
@@ -76,7 +84,7 @@ def _adapted(job: Job, log: EventLog, attempt: Attempt, plan: Plan) -> tuple[Job
     step, message = last_step(job), adapt.says(job.plan, plan, attempt.measured)
     attempt.run = None
     shortage.let_go(device_of(job))
-    plan.save(job.folder / "plan.json")
+    _write_plan(job, log, plan)
     log.write("replan", step=step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
     return replace(job, plan=plan), _next(attempt, adapt.nothing_better)
 
@@ -113,7 +121,7 @@ def _again(
         question, job.plan, lesson, before,
         lambda found, times: planning.foreseen(found, model, job.hardware, job.data, times),
     )  # fmt: skip
-    plan.save(job.folder / "plan.json")
+    _write_plan(job, log, plan)
     message = f"{lesson.says}; now {supervise.changed(job.plan, plan)}, {format_bytes(plan.predicted.total_bytes)}"
     log.write("replan", step=met.step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
     for sentence in planning.warnings_of(plan):
@@ -142,7 +150,7 @@ def _rescue(job: Job, log: EventLog, attempt: Attempt) -> None:
         return
     run.optimizer.zero_grad(set_to_none=True)
     shortage.let_go(run.device)
-    if last == step:
+    if last == step and checkpoint.is_whole(job.folder / "checkpoints", step):
         return
     if attempt.drawn_at == step:  # a step began that is to be made again
         checkpoint.draw_from(attempt.generators, run.device)

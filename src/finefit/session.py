@@ -90,8 +90,13 @@ def new(config: Config, plan_file: Path | None) -> Job:
     plan.save(folder / "plan.json")
     base = {"folder": str(asset.folder), "says": asset.says, "data": data.store.folder.name}
     write_atomically(folder / BASE, json.dumps(base).encode())
-    said = tuple(sentence for sentence in (asset.says, *data.store.says(), *warnings_of(plan)) if sentence)
+    said = tuple(sentence for sentence in (asset.says, *_said_of(data), *warnings_of(plan)) if sentence)
     return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, held, said)
+
+
+def _said_of(data: Data) -> tuple[str, ...]:
+    stores = {store.folder: store for store in (data.store, data.held_out)}.values()
+    return tuple(sentence for store in stores for sentence in store.says())
 
 
 # What a run may be resumed with: nothing of it changes what is learnt.

@@ -114,4 +114,6 @@ def kept(job: JobSpec, plan: Plan) -> JobSpec:
 
 def changed(before: Plan, plan: Plan) -> str:
     """What of ``plan`` is another than before, in a sentence."""
-    return "; ".join(t.describe() for t in plan.techniques if t not in before.techniques) or "without what took memory"
+    made = [t.describe() for t in plan.techniques if t not in before.techniques]
+    gone = [f"without {t.name}" for t in before.techniques if plan.technique(t.name) is None]
+    return "; ".join((*made, *gone)) or "the same plan"

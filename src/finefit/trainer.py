@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from .candidates import rewrite
 from .config import Config
 from .data.order import spaced
 from .errors import CheckpointError, DataError
-from .events import EventLog, number, steps
+from .events import EventLog, number, read, steps
 from .nn.optimizers import Optimizing
 from .obey import worst_rows
 from .plan import Plan
@@ -65,16 +65,18 @@ def attempted(job: Job, log: EventLog, attempt: Attempt) -> str:
     """Train by the plan; the run's status, "adapting" where another plan shall go on. Events tell everything that happens."""
     _set_threads(job.config)
     new = attempt.is_first and not attempt.is_resumed
-    known = attempt.is_first and attempt.is_resumed and not job.before and attempt.better is adapt.nothing_better
-    worst = [] if known else _worst_rows(job)  # a plan that was rehearsed is not again
+    stays = attempt.is_first and attempt.is_resumed and not job.before and attempt.better is adapt.nothing_better
+    worst = [] if stays and _is_rehearsed(job) else _worst_rows(job)
     if new:
         _tell_plan(job, log, worst)
+    _tell_said(job, log, attempt)
     run = _build(job, log, attempt)
     seconds = time.perf_counter() - attempt.started
     if worst:
         attempt.measured = _rehearse(job, run, log, worst)
     done = run.doing.step = 0 if new else _resume(job, run, log)
-    _tell_beginning(job, log, attempt, done)
+    if attempt.is_first and attempt.is_resumed:
+        warn(log, f"resumed after step {done} of {job.data.steps}", "")
     _tell_build(job, run, log, seconds, verified=bool(worst))
     attempt.has_begun = True
     evaluated = set() if new else {int(event["step"]) for event in steps(job.folder / "events.jsonl", "eval")}
@@ -103,7 +105,7 @@ def _hooks(job: Job, run: Run, log: EventLog, attempt: Attempt) -> loop.Hooks:
     return loop.Hooks(
         feed=partial(_feed, job, run, attempt),
         evaluate=partial(_evaluate, job, run, log, held_out, watched),
-        save=partial(_save, job, run, log, watched, attempt.stopping),
+        save=partial(_save, job, run, log, watched, attempt),
         stop=partial(_stops, job, run, attempt, run.doing.step),
         blame=partial(_blame, job, run),
         grown=partial(_tell_growth, log, growth.Growth(run.model, run.device)),
@@ -133,14 +135,30 @@ def tell_end(job: Job, log: EventLog, status: str, started: float) -> None:
     log.write("end", status=status, step=last_step(job), seconds=seconds, loss_before=before, loss_after=after)
 
 
-def _tell_beginning(job: Job, log: EventLog, attempt: Attempt, done: int) -> None:
-    for sentence in job.said if attempt.is_first else ():
-        log.write("warn", message=sentence, hint="")
-    if attempt.is_first and job.before:
+def _is_rehearsed(job: Job) -> bool:
+    """Whether the plan's rehearsal was passed: a run may have been ended by it."""
+    try:
+        told = [
+            event["event"]
+            for event in read(job.folder / "events.jsonl")
+            if event["event"] in ("plan", "replan", "memory")
+        ]
+    except CheckpointError:
+        return False
+    return told[-1:] == ["memory"]
+
+
+def _tell_said(job: Job, log: EventLog, attempt: Attempt) -> None:
+    """What there is to say once, before anything can fail."""
+    if not attempt.is_first:
+        return
+    if job.before:
         plan, message = job.plan, f"as asked: {supervise.changed(job.before, job.plan)}"
-        log.write("replan", step=done, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
-    if attempt.is_first and attempt.is_resumed:
-        log.write("warn", message=f"resumed after step {done} of {job.data.steps}", hint="")
+        log.write(
+            "replan", step=last_step(job), plan=plan.to_json(), message=message, predicted=plan.predicted.to_json()
+        )
+    for sentence in job.said:
+        warn(log, sentence, "")
 
 
 def _set_threads(config: Config) -> None:
@@ -304,13 +322,15 @@ def _watch_batch(job: Job, run: Run, log: EventLog, watched: set[str], step: int
     watch.tell(log, "eval", step, seen, replace(said, host={"eval": {**host["eval"], **of_data}}))
 
 
-def _save(job: Job, run: Run, log: EventLog, watched: set[str], stopping: Callable[[], bool], step: int) -> None:
-    """A checkpoint. Where the disk does not take it and there are steps to come, that is told, and training goes on."""
+def _save(job: Job, run: Run, log: EventLog, watched: set[str], attempt: Attempt, step: int) -> None:
+    """A checkpoint. Where the disk does not take it and there are steps to come, that is told, and training goes on, by
+    the same plan."""
     try:
         save(job, run, log, watched, step)
     except CheckpointError as error:
-        if step == job.data.steps or stopping() or shortage.is_shortage(error):
+        if step == job.data.steps or attempt.stopping() or shortage.is_shortage(error):
             raise
+        attempt.then = attempt.measured = None
         warn(log, error.message, f"{error.hint}; training goes on, and the next one is tried in its time")
 
 

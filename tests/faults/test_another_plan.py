@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from finefit import adapt, config, recover, session
-from finefit.errors import ConfigError
+from finefit import adapt, checkpoint, config, recover, session, trainer
+from finefit.errors import CheckpointError, ConfigError, DataError
 from finefit.events import EventLog
 from tiny_run import events_of, losses
 
@@ -31,8 +31,10 @@ def carried_out(job, resumed=False, better=adapt.nothing_better, stop_after=None
             signal.raise_signal(signal.SIGTERM)
 
     with EventLog(job.folder / "events.jsonl", [look]) as log:
-        status = recover.carry_out(job, log, resumed, better=better)
-    job.held.close()
+        try:
+            status = recover.carry_out(job, log, resumed, better=better)
+        finally:
+            job.held.close()
     return status, events_of(job.folder)
 
 
@@ -78,6 +80,39 @@ def test_memory_that_turns_out_to_be_free_is_used(model, data, tmp_path, undistu
     assert event["plan"]["seconds_per_step"] < adapt.FASTER * found["plan"][0]["plan"]["seconds_per_step"]
     assert event["predicted"]["peak_bytes"] > found["plan"][0]["predicted"]["peak_bytes"]
     assert [e["step"] for e in found["save"]] == [4, adapt.AFTER, 8, 10]
+
+
+def test_a_plan_is_not_gone_on_with_where_the_state_could_not_be_saved(model, data, tmp_path, undisturbed, monkeypatch):
+    """The disk is full when another plan is found: nothing is let go of, and it stays with the one it has."""
+    small = job_of(model, data, tmp_path, "small", **SMALL)
+    small.held.close()
+    words = [f"{key}={word}" for key, word in {**WORDS, "name": "run", "output_dir": str(tmp_path)}.items()]
+    wish, real = config.load(None, words, {"model": str(model), "data": str(data)}), checkpoint.save
+
+    def save(run, step, *others):
+        if step == adapt.AFTER:
+            raise CheckpointError("full")
+        return real(run, step, *others)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    status, found = carried_out(session.new(wish, small.folder / "plan.json"), better=adapt.within(None))
+    assert status == "finished" and losses(found) == pytest.approx(undisturbed, rel=1e-6)
+    assert "replan" not in found and [e["step"] for e in found["step"]] == list(range(1, 11))
+
+
+def test_a_plan_whose_rehearsal_was_not_passed_is_rehearsed_when_it_is_resumed(model, data, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_check_targets", refuse)
+        with pytest.raises(DataError):
+            carried_out(job_of(model, data, tmp_path))
+        with pytest.raises(DataError):
+            carried_out(session.again(tmp_path / "run"), resumed=True)
+    status, found = carried_out(session.again(tmp_path / "run"), resumed=True)
+    assert status == "finished" and len(found["memory"]) == 1
+
+
+def refuse(_job):
+    raise DataError("never trained")
 
 
 def test_a_plan_that_is_the_best_one_stays(model, data, tmp_path):

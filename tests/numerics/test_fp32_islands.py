@@ -127,15 +127,18 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("kind", ["bf16", "bf16_mixed"])
 @pytest.mark.parametrize("adapted", [(), (Lora(4),), (Lora(4, dropout=0.1),)], ids=["full", "lora", "dropout"])
 @pytest.mark.parametrize("part", ["mlp.down_proj", "q_proj", "up_proj", "mlp.*"])
-def test_what_is_taken_over_by_fused_ops_still_multiplies_in_fp32(part, adapted):
+def test_what_is_taken_over_by_fused_ops_still_multiplies_in_fp32(part, adapted, kind):
     """As many products in fp32, forward, as without them: an island's own call is not gone round."""
     found = []
     for fused in ((), (FusedOps(),)):
-        run = run_of((Precision("bf16"), *adapted, *fused, Fp32Islands((part,)), Packing()))
+        run = run_of((Precision(kind), *adapted, *fused, Fp32Islands((part,)), Packing()))
         with Products() as products:
-            summed_loss(run, run.collate(examples_of((24,))))
+            loss = summed_loss(run, run.collate(examples_of((24,))))
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in run.model.parameters() if p.grad is not None)
         found.append(products.of[torch.float32])
     linears = ("down_proj", "q_proj", "k_proj", "v_proj", "up_proj", "gate_proj")
     assert found[1] >= sum(name.endswith(linears) for name in islands_of(run)) > 0

@@ -182,6 +182,11 @@ def test_broken_files_are_refused_with_line_and_column(tmp_path, text, place, sa
 def test_csv_with_wrong_cells_bad_bytes_and_damaged_gz(tmp_path):
     assert "more cells than the header" in str(_refusal(_file(tmp_path, "prompt,completion\na,b,c\n", "a.csv")))
     assert "fewer cells than the header" in str(_refusal(_file(tmp_path, "prompt,completion\na\n", "b.csv")))
+    for cells in ('a,"b\nc,d\n', '"a,b\nc,d\n'):  # or the rest of the file would be one answer, or one bad row
+        unclosed = _file(tmp_path, f"prompt,completion\n{cells}", "q.csv")
+        assert "invalid CSV: unexpected end of data" in str(_refusal(unclosed))
+        with pytest.raises(DataError, match="unexpected end of data"):
+            list(open_source(unclosed, bad_rows="skip").examples([].append))
     twice = _refusal(_file(tmp_path, "prompt,completion,prompt\na,b,c\n", "c.csv"))
     assert "c.csv:1: column 'prompt' stands twice in the header" in str(twice)
     latin = tmp_path / "latin.jsonl"

@@ -1,5 +1,7 @@
 """Growing memory: what grows is told apart, and a leak is named by its size and by who holds it."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -43,8 +45,22 @@ def watched(step, model, at_least=4 * MIB):
     return found
 
 
-def test_a_module_that_keeps_what_it_made_is_named():
+@pytest.fixture(params=[False, True], ids=["", "frozen"])
+def put_aside(request):
+    """As a loop does with all that is there before it."""
+
+    def freeze():
+        if request.param:
+            gc.collect()
+            gc.freeze()
+
+    yield freeze
+    gc.unfreeze()
+
+
+def test_a_module_that_keeps_what_it_made_is_named(put_aside):
     model = nn.Sequential(nn.Linear(64, 64), Keeping())
+    put_aside()
     (found,) = watched(lambda _: model(torch.randn(512, 64)).sum().backward(), model)
     assert found.kind == "leak" and found.n_bytes > 8 * MIB
     assert "tensors of 1 MiB (float32, 512×512)" in found.message.replace("1.00 MiB", "1 MiB").replace(
@@ -53,9 +69,10 @@ def test_a_module_that_keeps_what_it_made_is_named():
     assert found.message.endswith("held by 1")
 
 
-def test_losses_that_are_kept_with_their_graphs_are_named():
+def test_losses_that_are_kept_with_their_graphs_are_named(put_aside):
     """The tensor is of four bytes; what it holds is not Python's."""
     model, keeper = nn.Sequential(nn.Linear(64, 512), nn.Tanh()), Keeper()
+    put_aside()
     (found,) = watched(lambda _: keeper.losses.append(model(torch.randn(512, 64)).square().sum()), model)
     assert found.kind == "leak"
     assert "tensors of 1 MiB (float32, 512×512), held by the graphs of" in found.message
@@ -120,10 +137,14 @@ def test_a_driver_that_moves_memory_to_the_host(monkeypatch):
 def test_the_allocator_is_held_to_what_is_free_where_the_driver_would_not_refuse(monkeypatch):
     set_to = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (6 * 2**30, 8 * 2**30))
+    told = [1.0]
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: told[0], raising=False)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: set_to.append(share))
     cuda = torch.device("cuda")
     assert growth.hold_to(cuda) == 0
     monkeypatch.setattr(growth, "may_spill", lambda: True)
     assert (growth.hold_to(cuda), set_to) == (6 * 2**30, [0.75])
+    told[0] = 0.5  # --memory-limit, which stays
+    assert (growth.hold_to(cuda), set_to[-1]) == (6 * 2**30, 0.5)
     assert growth.hold_to(CPU) == 0

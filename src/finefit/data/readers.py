@@ -306,7 +306,8 @@ def _no_object(where: str) -> DataError:
 def _csv_rows(path: Path, refuse: Refuse) -> Rows:
     csv.field_size_limit(2**31 - 1)  # the default stops at 128 KiB, which one long answer reaches
     # A line is not a row: without one of them it could be another table. As with an array of JSON, and a text.
-    reader = csv.DictReader(text for _, text in _lines(path, refuse_all))
+    # Strict, or a quote without its end would take the rest of the file into one cell.
+    reader = csv.DictReader((text for _, text in _lines(path, refuse_all)), strict=True)
     line = 1
     try:
         header = reader.fieldnames or ()  # reads the header, so that a row's first line is known

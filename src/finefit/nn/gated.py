@@ -98,6 +98,9 @@ class GatedMLP(nn.Module):
         gate, up = linears(x, (self.gate_proj, self.up_proj))
         if is_island(down) or (self.training and getattr(down, "dropout", 0.0) > 0.0):
             return self.down_proj(gated(gate, up, self.kind))
+        if gate.dtype != up.dtype:  # one of them is an island of fp32 beside autocast
+            narrow = min(gate.dtype, up.dtype, key=lambda kind: kind.itemsize)
+            gate, up = gate.to(narrow), up.to(narrow)
         low_rank = (getattr(down, "lora_A", None), getattr(down, "lora_B", None))
         with torch.autocast(x.device.type, enabled=False):
             y_th: Tensor = GatedDown.apply(

@@ -20,11 +20,14 @@ AT_ONCE = 2**25  # elements whose weights go back while the next are stepped: 64
 
 
 def host_bytes(layout: Layout) -> int:
-    """Of a GPU's host between steps: states that are there, each trained weight's twin, and the sum of its gradients."""
+    """Of a GPU's host between steps: states that are there, each trained weight's twin, and the sum of its gradients, with
+    two buffers of each size that gradients come by."""
     trained = [g for g in layout.groups if g.trainable]
     states = sum(sum(layout.update.tensors(g.piece())) * g.count for g in trained) if layout.states_on == "host" else 0
     weights = sum(g.numel * g.count * g.bits // 8 for g in trained)
-    return states + weights * {"device": 0, "disk": 1, "host": 2}[layout.gradients_on]
+    by_size = {(g.numel, g.bits) for g in trained} if layout.gradients_on != "device" else set()
+    buffers = 2 * sum(numel * bits // 8 for numel, bits in by_size)
+    return states + buffers + weights * {"device": 0, "disk": 1, "host": 2}[layout.gradients_on]
 
 
 @dataclass(frozen=True, slots=True)
