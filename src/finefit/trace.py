@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import coefficients, evaluate, models
@@ -146,13 +147,17 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
         run.doing.moment = "optimizer_step"
         stepped = run.optimizer.gradients()
         run.scaler.unscale_(run.optimizer)
-        norm = run.clip(stepped)
-        if not (is_fake(norm) or norm.is_meta or math.isfinite(norm.item())):
+        if not _is_finite(run.clip(stepped)):
             for parameter in stepped:  # a rate of 0 times a nan is a nan; the step takes the same bytes without
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         run.scaler.step(run.optimizer)
         ledger.mark("end")
+
+
+def _is_finite(norm: Tensor) -> bool:
+    """Whether it is, or has no value."""
+    return is_fake(norm) or norm.is_meta or math.isfinite(norm.item())
 
 
 def run_evaluation(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
