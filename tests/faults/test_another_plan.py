@@ -115,11 +115,13 @@ def refuse(_job):
     raise DataError("never trained")
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_the_best_one_stays(model, data, tmp_path):
     status, found = carried_out(job_of(model, data, tmp_path), better=adapt.within(None))
     assert status == "finished" and "replan" not in found
 
 
+@pytest.mark.slow
 def test_a_limit_is_not_outgrown(model, data, tmp_path):
     """What is allowed is no more than what is in use."""
     job = job_of(model, data, tmp_path, **SMALL)

@@ -97,6 +97,7 @@ def test_training_goes_on_past_saves_that_fail(model, data, tmp_path, monkeypatc
     assert all(path.name.startswith("step-") and checkpoint.damage(path) == "" for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_an_error_and_resume_makes_it_up(model, data, tmp_path, monkeypatch, undisturbed):
     disk = Disk([(6, 2, errno.ENOSPC)])
     with monkeypatch.context() as patch:
@@ -148,7 +149,7 @@ def test_a_full_disk_loses_no_event_and_no_state(model, data, disk, undisturbed)
 @pytest.mark.parametrize(
     ("keep", "saved", "said"),
     [
-        (1, [3], "the checkpoint of step 6 was not written: it takes"),
+        pytest.param(1, [3], "the checkpoint of step 6 was not written: it takes", marks=pytest.mark.slow),
         (2, [5, 6], "No space left on device"),
     ],
 )
@@ -166,6 +167,7 @@ def test_a_disk_that_stays_full_ends_with_what_was_not_written(model, data, disk
     assert status == "finished" and losses(found) == undisturbed[: 6 - len(lost)]
 
 
+@pytest.mark.slow
 def test_a_disk_that_vanishes(model, data, disk, undisturbed):
     """An unmounted network folder: what is written goes where it is let, and the run is not lost."""
 

@@ -23,7 +23,7 @@ from finefit.data.readers import open_source
 from finefit.errors import ConfigError, DataError, FinefitError
 
 MANY = settings(
-    max_examples=int(os.environ.get("FINEFIT_GENERATED", "60")), deadline=None, database=None, derandomize=True,
+    max_examples=int(os.environ.get("FINEFIT_GENERATED", "30")), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 CHATML = (

@@ -124,8 +124,9 @@ def test_every_technique_is_in_the_square():
     assert set(TECHNIQUES) == {Precision, *(type(t) for t in ONE_OF_EACH), *DIVIDING}
 
 
-# What changes nothing of what a forward or a backward makes: pairs with it are slow.
-BETWEEN = {Accumulation, Clipping, Allocator}
+# What changes nothing of what a forward or a backward makes, and a quantised base, whose pairs take ten seconds each (with
+# adapters it is in many other tests): pairs with them are slow.
+BETWEEN = {Accumulation, Clipping, Allocator, QuantizedBase}
 
 
 def in_every_precision():
