@@ -114,9 +114,7 @@ class Growth:
             return None
         said = f"{format_bytes(by)} more are in use than {WINDOW} steps ago, between steps as large as those before"
         hint = "something keeps what a step has made; the run goes on, and plans again when memory runs out"
-        after = census()
-        with _all_searched():
-            return Finding("leak", by, f"{said}: {growing(before, after, self.model)}", hint)
+        return Finding("leak", by, f"{said}: {growing(before, census(), self.model)}", hint)
 
 
 def rise(values: Sequence[int]) -> int:
@@ -232,13 +230,14 @@ def growing(before: Mapping[Class, int], after: Mapping[Class, int], model: nn.M
     if not more:
         return "not in tensors that Python knows of"
     largest, *others = sorted(more, key=lambda one: (one[0] * more[one], more[one]), reverse=True)
-    said, by = f"{after[largest]} tensors of {_says(largest)}", holder(_newest(largest), model)
-    if by:
-        return f"{said}, held by {by}"
-    for one in others:
-        newest = _newest(one)
-        if newest.grad_fn is not None and (by := holder(newest, model)):
-            return f"{said}, held by the graphs of {after[one]} tensors of {_says(one)}, held by {by}"
+    newest = {one: _newest(one) for one in (largest, *others)}  # while what is older than the loop is out of sight
+    said = f"{after[largest]} tensors of {_says(largest)}"
+    with _all_searched():
+        if by := holder(newest[largest], model, newest):
+            return f"{said}, held by {by}"
+        for one in others:
+            if newest[one].grad_fn is not None and (by := holder(newest[one], model, newest)):
+                return f"{said}, held by the graphs of {after[one]} tensors of {_says(one)}, held by {by}"
     return f"{said}, held by something that Python does not follow"
 
 
@@ -251,12 +250,13 @@ def _says(which: Class) -> str:
     return f"{format_bytes(n_bytes)} ({dtype}, {'×'.join(map(str, shape)) or 'one number'})"
 
 
-def holder(tensor: Tensor, model: nn.Module) -> str:
-    """The module of the model, else the object or Python module, that the nearest chain of references leads to; or none."""
+def holder(tensor: Tensor, model: nn.Module, ours: object) -> str:
+    """The module of the model, else the object or Python module, that the nearest chain of references leads to; or none.
+    ``ours`` is who asks."""
     names = {id(module): name or "the model" for name, module in model.named_modules()}
     names |= {id(vars(module)): name or "the model" for name, module in model.named_modules()}
     level: list[Any] = [tensor]
-    seen = {id(level), id(names)}
+    seen = {id(level), id(names), id(ours)}
     for _ in range(_DEEP):
         found = [one for one in gc.get_referrers(*level) if id(one) not in seen and not isinstance(one, FrameType)]
         for one in found:

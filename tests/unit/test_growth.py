@@ -72,12 +72,13 @@ def test_a_module_that_keeps_what_it_made_is_named(put_aside):
 def test_losses_that_are_kept_with_their_graphs_are_named(put_aside):
     """The tensor is of four bytes; what it holds is not Python's."""
     model, keeper = nn.Sequential(nn.Linear(64, 512), nn.Tanh()), Keeper()
+    others = [torch.tensor(float(i)) for i in range(50)]  # of the same size, there before
     put_aside()
     (found,) = watched(lambda _: keeper.losses.append(model(torch.randn(512, 64)).square().sum()), model)
     assert found.kind == "leak"
     assert "tensors of 1 MiB (float32, 512×512), held by the graphs of" in found.message
     assert "tensors of 4 B (float32, one number)" in found.message.replace("4 bytes", "4 B")
-    assert found.message.endswith("test_growth.Keeper")
+    assert found.message.endswith("test_growth.Keeper") and len(others) == 50
 
 
 def test_a_step_as_it_should_be_is_no_growth():
