@@ -78,11 +78,13 @@ def _make_room(folder: Path, final: Path, keep: int, n_bytes: int) -> None:
 def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int:
     """Put the newest whole checkpoint back into the run; its step, or 0 when there is none yet."""
     damaged = []
-    for path in reversed(_folders(folder)):
+    folders = _folders(folder)
+    for path in reversed(folders):
         wrong = damage(path)
         if wrong:
-            has_more = path != _folders(folder)[0]
-            then = "the one before it is used" if has_more else "there is none before it: the run begins again"
+            then = (
+                "the one before it is used" if path != folders[0] else "there is none before it: the run begins again"
+            )
             warn(f"checkpoint {path.name} is damaged ({wrong})", then)
             damaged.append(path)
             continue

@@ -230,19 +230,23 @@ def growing(before: Mapping[Class, int], after: Mapping[Class, int], model: nn.M
     if not more:
         return "not in tensors that Python knows of"
     largest, *others = sorted(more, key=lambda one: (one[0] * more[one], more[one]), reverse=True)
-    newest = {one: _newest(one) for one in (largest, *others)}  # while what is older than the loop is out of sight
+    # In one walk, the last of each; while what is older than the loop is out of sight.
+    newest = {which: one for one in _tensors() if (which := _class(one)) in more}
+    names = _names(model)
     said = f"{after[largest]} tensors of {_says(largest)}"
     with _all_searched():
-        if by := holder(newest[largest], model, newest):
+        if by := holder(newest[largest], names, newest):
             return f"{said}, held by {by}"
         for one in others:
-            if newest[one].grad_fn is not None and (by := holder(newest[one], model, newest)):
+            if newest[one].grad_fn is not None and (by := holder(newest[one], names, newest)):
                 return f"{said}, held by the graphs of {after[one]} tensors of {_says(one)}, held by {by}"
     return f"{said}, held by something that Python does not follow"
 
 
-def _newest(which: Class) -> Tensor:
-    return [one for one in _tensors() if _class(one) == which][-1]
+def _names(model: nn.Module) -> dict[int, str]:
+    """Of modules, by their own address and by that of what they hold."""
+    named = [(module, name or "the model") for name, module in model.named_modules()]
+    return {id(one): name for module, name in named for one in (module, vars(module))}
 
 
 def _says(which: Class) -> str:
@@ -250,11 +254,9 @@ def _says(which: Class) -> str:
     return f"{format_bytes(n_bytes)} ({dtype}, {'×'.join(map(str, shape)) or 'one number'})"
 
 
-def holder(tensor: Tensor, model: nn.Module, ours: object) -> str:
+def holder(tensor: Tensor, names: Mapping[int, str], ours: object) -> str:
     """The module of the model, else the object or Python module, that the nearest chain of references leads to; or none.
     ``ours`` is who asks."""
-    names = {id(module): name or "the model" for name, module in model.named_modules()}
-    names |= {id(vars(module)): name or "the model" for name, module in model.named_modules()}
     level: list[Any] = [tensor]
     seen = {id(level), id(names), id(ours)}
     for _ in range(_DEEP):

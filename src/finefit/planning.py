@@ -89,18 +89,11 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "D
     return foreseen(plan, model, hardware, data)
 
 
-def plan_like(
-    before: Plan,
-    config: Config,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    data: "Data",
-    learnt: Mapping[str, float] | None = None,
-) -> Plan:
+def plan_like(before: Plan, config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data") -> Plan:
     """The search for this config, but all that changes what is learnt as ``before`` has it."""
     question = question_of(config, model, hardware, data)
-    question = replace(question, job=kept(question.job, before), learnt=tuple(sorted((learnt or {}).items())))
-    return foreseen(explained(question, search(question)), model, hardware, data, learnt)
+    question = replace(question, job=kept(question.job, before))
+    return foreseen(explained(question, search(question)), model, hardware, data)
 
 
 def question_of(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Question:

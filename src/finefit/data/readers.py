@@ -106,13 +106,12 @@ def check_named(name: str) -> None:
 def _first(path: Path, renamed: Mapping[str, str], bad_rows: BadRows) -> tuple[Format, Row]:
     """The file's format, by its first row that has one."""
     refused: list[DataError] = []
-    for line, row in _rows(path, renamed, refuse_all if bad_rows == "strict" else refused.append):
+    refuse: Refuse = refuse_all if bad_rows == "strict" else refused.append
+    for line, row in _rows(path, renamed, refuse):
         try:
             return detect(row, f"{path}:{line}"), row
         except DataError as error:
-            if bad_rows == "strict":
-                raise
-            refused.append(error)
+            refuse(error)
     if refused:
         raise none_usable(path, len(refused), refused[0])
     raise DataError("the file has no rows", where=str(path), hint="it must hold at least one example")
