@@ -60,6 +60,14 @@ def make_data(path):
     return path
 
 
+def job_of(model, data, folder, words):
+    """A new run in ``folder`` with these settings."""
+    from finefit import config, session
+
+    said = [f"{key}={word}" for key, word in {"output_dir": str(folder), **words}.items()]
+    return session.new(config.load(None, said, {"model": str(model), "data": str(data)}), None)
+
+
 def events_of(folder):
     """Of a run's log, by name."""
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

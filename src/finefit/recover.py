@@ -11,7 +11,18 @@ from .layout import Micro
 from .plan import Plan
 from .session import Job
 from .spec import ModelSpec
-from .trainer import Attempt, Stopping, attempted, device_of, example_of, last_step, save, tell_end, warn
+from .trainer import (
+    Attempt,
+    Stopping,
+    attempted,
+    device_of,
+    example_of,
+    last_step,
+    save,
+    tell_end,
+    tell_replanned,
+    warn,
+)
 from .units import format_bytes
 
 
@@ -85,7 +96,7 @@ def _adapted(job: Job, log: EventLog, attempt: Attempt, plan: Plan) -> tuple[Job
     attempt.run = None
     shortage.let_go(device_of(job))
     _write_plan(job, log, plan)
-    log.write("replan", step=step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
+    tell_replanned(log, step, plan, message)
     return replace(job, plan=plan), _next(attempt, adapt.nothing_better)
 
 
@@ -123,7 +134,7 @@ def _again(
     )  # fmt: skip
     _write_plan(job, log, plan)
     message = f"{lesson.says}; now {supervise.changed(job.plan, plan)}, {format_bytes(plan.predicted.total_bytes)}"
-    log.write("replan", step=met.step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
+    tell_replanned(log, met.step, plan, message)
     for sentence in planning.warnings_of(plan):
         log.write("warn", message=sentence, hint="")
     return replace(job, plan=plan), lesson

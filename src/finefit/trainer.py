@@ -154,10 +154,7 @@ def _tell_said(job: Job, log: EventLog, attempt: Attempt) -> None:
     if not attempt.is_first:
         return
     if job.before:
-        plan, message = job.plan, f"as asked: {supervise.changed(job.before, job.plan)}"
-        log.write(
-            "replan", step=last_step(job), plan=plan.to_json(), message=message, predicted=plan.predicted.to_json()
-        )
+        tell_replanned(log, last_step(job), job.plan, f"as asked: {supervise.changed(job.before, job.plan)}")
     for sentence in job.said:
         warn(log, sentence, "")
 
@@ -347,6 +344,10 @@ def save(job: Job, run: Run, log: EventLog, watched: set[str], step: int) -> Non
             path, n_bytes = write(keep)
         watch.tell(log, "save", step, seen, job.plan.predicted)
     log.write("save", step=step, path=str(path), bytes=n_bytes, seconds=time.perf_counter() - started)
+
+
+def tell_replanned(log: EventLog, step: int, plan: Plan, message: str) -> None:
+    log.write("replan", step=step, plan=plan.to_json(), message=message, predicted=plan.predicted.to_json())
 
 
 def warn(log: EventLog, message: str, hint: str) -> None:

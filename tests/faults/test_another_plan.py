@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import tiny_run
 from finefit import adapt, checkpoint, config, recover, session, trainer
 from finefit.errors import CheckpointError, ConfigError, DataError
 from finefit.events import EventLog
@@ -17,8 +18,7 @@ SMALL = {"memory.micro_batch_size": "1", "memory.checkpointing": "all"}
 
 
 def job_of(model, data, folder, name="run", **changes):
-    words = [f"{key}={word}" for key, word in {**WORDS, "name": name, "output_dir": str(folder), **changes}.items()]
-    return session.new(config.load(None, words, {"model": str(model), "data": str(data)}), None)
+    return tiny_run.job_of(model, data, folder, {**WORDS, "name": name, **changes})
 
 
 def carried_out(job, resumed=False, better=adapt.nothing_better, stop_after=None):

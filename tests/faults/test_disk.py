@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from finefit import checkpoint, config, files, phases, recover, session
+import tiny_run
+from finefit import checkpoint, files, phases, recover, session
 from finefit.candidates import rewrite
 from finefit.errors import CheckpointError
 from finefit.events import EventLog
@@ -23,10 +24,7 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, e
 
 
 def job_of(model, data, folder, **changes):
-    words = {**WORDS, "name": "run", "output_dir": str(folder), **changes}
-    return session.new(
-        config.load(None, [f"{k}={v}" for k, v in words.items()], {"model": str(model), "data": str(data)}), None
-    )
+    return tiny_run.job_of(model, data, folder, {**WORDS, "name": "run", **changes})
 
 
 def carried_out(job, observers=(), resumed=False):

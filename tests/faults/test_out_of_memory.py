@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finefit import cap, config, recover, session, supervise
+import tiny_run
+from finefit import cap, recover, session, supervise
 from finefit.errors import OutOfMemory
 from finefit.events import EventLog
 from tiny_run import events_of, losses
@@ -55,10 +56,7 @@ class Refusing(TorchDispatchMode):
 
 
 def job_of(model, data, folder, name, **changes):
-    words = {**SHORT, "name": name, "output_dir": str(folder), **changes}
-    return session.new(
-        config.load(None, [f"{k}={v}" for k, v in words.items()], {"model": str(model), "data": str(data)}), None
-    )
+    return tiny_run.job_of(model, data, folder, {**SHORT, "name": name, **changes})
 
 
 @pytest.fixture
