@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from .data.micro import split, width
+from .data.micro import filling, split, width
 from .layout import Micro
 
 NO_LIMIT = 2**62
@@ -77,7 +77,7 @@ class FromOrder:
                 micro = self.micro(group, padded)
                 micros.add(micro)
                 tokens += micro.tokens
-                labelled += micro.labelled
+                labelled += sum(self.labelled[row] for row in group)
                 square += sum(micro.longest**2 if padded else self.widths[row] ** 2 for row in group)
         real = sum(self.lengths[row] for step in self.steps for row in step)
         n = len(self.steps)
@@ -89,8 +89,9 @@ class FromOrder:
         return [[step[i] for i in group] for group in split(lengths, max_sequences, max_tokens or NO_LIMIT)]
 
     def micro(self, group: Sequence[int], padded: bool) -> Micro:
-        longest = max(self.widths[row] for row in group)
-        tokens = longest * len(group) if padded else sum(self.widths[row] for row in group)
+        widths = [self.widths[row] for row in group]
+        longest = max(widths)
+        tokens = longest * len(group) if padded else sum((*widths, *filling(widths)))
         return Micro(tokens, longest, max(1, sum(self.labelled[row] for row in group)))
 
     def rows_of(self, micro: Micro, max_sequences: int, max_tokens: int, padded: bool) -> list[int]:
@@ -128,10 +129,10 @@ def _uniform_work(batches: Uniform, max_sequences: int, max_tokens: int, padded:
     n, wide = batches.examples, width(batches.length)
     labelled = max(1, round(batches.length * batches.labelled_share))
     full = min(n, max_sequences, max(max_tokens // wide, 1) if max_tokens else n)
-    micros = {Micro(wide * rows, wide, labelled * rows) for rows in (full, n % full) if rows}
-    return Work(
-        undominated(micros), -(-n // full), -(-n // full), wide * n, batches.length * n, labelled * n, wide**2 * n
-    )
+    filled = {rows: wide * rows + (0 if padded else sum(filling([wide * rows]))) for rows in (full, n % full) if rows}
+    micros = {Micro(tokens, wide, labelled * rows) for rows, tokens in filled.items()}
+    steps, tokens = -(-n // full), n // full * filled[full] + filled.get(n % full, 0)
+    return Work(undominated(micros), steps, steps, tokens, batches.length * n, labelled * n, wide**2 * n)
 
 
 def undominated(micros: Iterable[Micro]) -> tuple[Micro, ...]:

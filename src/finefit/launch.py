@@ -32,9 +32,10 @@ def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
     with reporter(how.log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
         from .adapt import nothing_better, within
         from .recover import carry_out
+        from .trainer import last_step
 
         status = carry_out(job, log, resumed, limit, within(limit) if how.adapt else nothing_better)
     if status == "stopped":
-        print(f"stopped and saved; finefit resume {job.folder} goes on", file=sys.stderr)
+        print(f"stopped, saved after step {last_step(job)}; finefit resume {job.folder} goes on", file=sys.stderr)
         raise SystemExit(130)
     print(f"done: {job.folder}  (finefit report {job.folder}, finefit chat {job.folder})", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Integer polynomials in the symbols of a step's shapes: exact bytes as a function of sizes.
 
-Symbols: T tokens of the micro-batch, S its longest sequence, Q query rows of an attention block, L labelled tokens,
+Symbols: T tokens of the micro-batch, S its longest sequence, Q query rows of an attention block, L rows the loss is computed of,
 C rows of a loss chunk, h hidden, q query width, k key/value width, f MLP width, n heads, m key/value heads, g = n / m,
 d head size, V vocabulary, r adapter rank, W elements of a quantised weight brought back at once.
 """

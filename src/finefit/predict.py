@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from . import phases, recompute
 from .coefficients import evaluation_is_traced, sections_for
+from .data.micro import width
 from .divided import Divided, Part, parts
 from .footprint import MOMENTS, STEP, Footprint
 from .layout import Layout, ParamGroup, traced_blocks
@@ -78,15 +79,15 @@ def _temporary(groups: tuple[ParamGroup, ...], shards: int, update: Update, skip
 
 def sizes_of(layout: Layout) -> dict[str, float]:
     """Every symbol's value for this layout."""
-    model, micro = layout.model, layout.micro
+    model, micro, rows = layout.model, layout.micro, width(layout.micro.labelled)
     return {
         **model.symbols(),
         "g": model.num_attention_heads / model.num_key_value_heads,
         "T": micro.tokens,
         "S": micro.longest,
         "Q": min(QUERY_BLOCK, micro.longest),
-        "L": micro.labelled,
-        "C": min(layout.loss_chunk or micro.labelled, micro.labelled),
+        "L": rows,
+        "C": min(layout.loss_chunk or rows, rows),
         "r": layout.rank,
         "W": layout.dequantised,
         "B": micro.tokens / micro.longest,
@@ -175,7 +176,7 @@ class _Walk:
         # Gradients that leave as they appear are what they are from a second micro-batch on: there for a moment each.
         self.again |= not layout.keeps_gradients
         tokens, labelled = layout.micro.tokens, layout.micro.labelled
-        self.live = {**fixed, "activation": 0, "temporary": 0, "input": 16 * (tokens + labelled)}
+        self.live = {**fixed, "activation": 0, "temporary": 0, "input": 8 * (2 * tokens + width(labelled) + labelled)}
         if layout.micro_steps == 1:
             self.live["gradient"] = 0
         self.best: dict[str, dict[str, int]] = {}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from .data.micro import width
+from .data.micro import filling, width
 from .footprint import Footprint
 from .ledger import Ledger
 from .run import Example, MicroBatch, Run, summed_loss
@@ -26,7 +26,8 @@ def rehearse(
     """The measured footprint of a step of ``worst``; raises NotAsPlanned. ``others`` are two short examples."""
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if run.device.type == "cuda" else []
     batch = run.collate(worst).to(run.device)
-    padding = batch.ids_bs.numel() - sum(width(len(ids)) for ids, _ in worst)
+    widths = [width(len(ids)) for ids, _ in worst]
+    padding = batch.ids_bs.numel() - sum((*widths, *filling(widths)))
     micro_steps = min(micro_steps, 2)
     run.evidence.update(padding_tokens=padding, micro_steps=micro_steps, block_forwards=0, inputs_offloaded=0)
     run.optimizer.updated.clear()
@@ -65,8 +66,8 @@ def check_blind(run: Run, pair: Sequence[Example]) -> None:
 
 def _second_only(batch: MicroBatch, first: Example) -> MicroBatch:
     start = batch.bounds[1] if len(batch.bounds) > 1 else len(first[0])
-    later = batch.row_l >= start
-    return replace(batch, row_l=batch.row_l[later], label_l=batch.label_l[later])
+    row_l = batch.row_r[: len(batch.label_l)]
+    return replace(batch, row_r=row_l[row_l >= start], label_l=batch.label_l[row_l >= start])
 
 
 def _forget(run: Run) -> None:

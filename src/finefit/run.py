@@ -3,7 +3,7 @@
 A run has no methods and no technique's name in it. What is off is a null object: an infinite clip norm, a disabled
 scaler, an empty context.
 
-Shapes: B rows, S columns, T = B·S tokens, L labelled tokens, h hidden.
+Shapes: B rows, S columns, T = B·S tokens, L labelled tokens, R = width(L), h hidden.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,17 +24,18 @@ from .nn.optimizers import Optimizer
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens of one forward pass. ``row_l`` are flat positions whose *next* token is trained, ``label_l`` that token."""
+    """Tokens of one forward pass. ``label_l`` are the tokens that are trained, ``row_r`` the flat positions before them,
+    filled up with the last position to a `width`."""
 
     ids_bs: Tensor
     position_bs: Tensor
     bounds: tuple[int, ...]
-    row_l: Tensor
+    row_r: Tensor
     label_l: Tensor
     tokens: int
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.ids_bs, self.position_bs, self.row_l, self.label_l
+        return self.ids_bs, self.position_bs, self.row_r, self.label_l
 
     def to(self, device: torch.device) -> "MicroBatch":
         ids, position, row, label = (t.to(device, non_blocking=True) for t in self.tensors())
@@ -52,7 +53,7 @@ def plain_loss(model: Any, hidden_bsh: Tensor, batch: MicroBatch) -> Tensor:
     if form.softcap is not None:
         logits = torch.tanh(logits / form.softcap) * form.softcap
     target = torch.full((logits.shape[0] * logits.shape[1],), -100, dtype=torch.long, device=logits.device)
-    target[batch.row_l] = batch.label_l
+    target[batch.row_r[: len(batch.label_l)]] = batch.label_l
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), target, ignore_index=-100, reduction="sum")
 
 
@@ -68,7 +69,12 @@ def padded(examples: Sequence[Example]) -> MicroBatch:
     bounds = tuple(range(0, longest * len(examples) + 1, longest))
     position = torch.arange(longest).expand(len(examples), longest)
     tokens = sum(len(ids) for ids, _ in examples)
-    return MicroBatch(ids_bs, position, bounds, row_l, ids_bs.flatten()[row_l + 1], tokens)
+    return MicroBatch(ids_bs, position, bounds, filled(row_l, bounds[-1]), ids_bs.flatten()[row_l + 1], tokens)
+
+
+def filled(row_l: Tensor, tokens: int) -> Tensor:
+    """``row_r``: rows whose loss nobody asks for make products of ever new numbers of rows few (`data.micro.ALIGNMENT`)."""
+    return nn.functional.pad(row_l, (0, width(len(row_l)) - len(row_l)), value=tokens - 1)
 
 
 def one_by_one(lengths: Sequence[int]) -> list[list[int]]:

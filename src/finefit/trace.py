@@ -14,7 +14,7 @@ Declines what kernels hold inside one operator.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from .ledger import Ledger, NoLedger, block_marks
 from .nn.optimizers import Optimizing
 from .poly import Poly, dominates, plus, value
 from .reading import NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
-from .run import MicroBatch, Run, blocks_of, summed_loss, trainable
+from .run import MicroBatch, Run, blocks_of, filled, summed_loss, trainable
 from .scratch import is_fake
 from .spec import CheckpointingKind
 from .techniques import (
@@ -123,9 +123,9 @@ def batch_of(micro: Micro, columns: int = 0) -> MicroBatch:
     Rows of so many columns, if that is said.
     """
     bounds = (*range(0, micro.tokens, micro.longest), micro.tokens)
-    zeros, index = torch.zeros(1, micro.tokens, dtype=torch.long), torch.zeros(micro.labelled, dtype=torch.long)
+    zeros, label = torch.zeros(1, micro.tokens, dtype=torch.long), torch.zeros(micro.labelled, dtype=torch.long)
     zeros = zeros.view(-1, columns or micro.tokens)
-    return MicroBatch(zeros, zeros.clone(), bounds, index, index.clone(), micro.tokens)
+    return MicroBatch(zeros, zeros.clone(), bounds, filled(label, micro.tokens), label, micro.tokens)
 
 
 def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) -> None:
@@ -207,7 +207,8 @@ def traced(
         models.fill_empty(run.model, run.device)
         run.optimizer.begin(trainable(run.model), Optimizing())
         micro = Micro(sizes["T"], sizes["S"], sizes["L"])
-        step(run, batch_of(micro, sizes["S"] if "B" in sizes else 0), ledger)
+        batch = batch_of(micro, sizes["S"] if "B" in sizes else 0)
+        step(run, replace(batch, row_r=batch.row_r[: sizes["L"]]), ledger)  # a number of rows that only they have
     return ledger
 
 

@@ -80,7 +80,7 @@ def test_a_weight_takes_its_bits_and_an_eighth_of_one_for_scales(form):
 def test_one_matrix_at_a_time_and_none_is_kept(kind, others):
     """No number of tokens or features is a weight's, so a matrix is known by its shape."""
     run = run_of((Precision(kind), QuantizedBase(chunk=CHUNK), *TRAINED, *others), config_of(**WIDE))
-    ledger = measured(run, run.collate(examples_of((48, 64))), 2)
+    ledger = measured(run, run.collate(examples_of((48, 100, 112))), 2)
     shapes = {tuple(m.shape) for m in matrices(run)}
     live = top = born = 0
     for index, sign in ledger.events:

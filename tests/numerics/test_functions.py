@@ -314,6 +314,20 @@ def test_chunked_loss_of_a_frozen_side(frozen):
         assert torch.equal(trained[0].grad, both[2 if trained[0] is weight else 1])
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 24, 1000])
+def test_rows_after_the_last_label_have_no_loss_and_no_gradient(chunk):
+    hidden, weight, bias = random(32, 8), random(50, 8, seed=1), random(50, seed=2)
+    form = Logits(0.5, softcap=3.0)
+
+    def loss(rows):
+        return lambda h, w, b: ChunkedCrossEntropy.apply(h[:rows], w, b, labels(21), chunk, form)
+
+    found, expected = (results(loss(rows), (hidden, weight, bias), torch.float32) for rows in (32, 21))
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) <= 1e-6
+    assert not found[1][21:].any()
+
+
 def test_chunked_loss_of_no_labels_is_zero():
     loss = our_loss(labels(0), None, 4)(random(0, 8, dtype=torch.float32), random(50, 8, dtype=torch.float32))
     loss.backward()

@@ -97,7 +97,7 @@ def test_less_memory_than_the_plain_run_by_the_gradients_that_would_be_kept():
     config = config_of(intermediate_size=1024)
     peaks = []
     for extra in ((), (FusedBackwardStep(),)):
-        techniques = (Precision("fp32"), FusedOps(), FusedLoss(4), Packing(), *extra)
+        techniques = (Precision("fp32"), FusedOps(), FusedLoss(4), *extra)
         run = run_of(techniques, config)
         batch = run.collate(examples_of((4,)))
         seen, said = measured(run, batch).moments(), predicted(config, techniques, batch).moments

@@ -20,11 +20,11 @@ def test_facts_of_an_order():
 
 
 def test_work_of_whole_batches():
-    """Two steps of one micro-batch each: 80 tokens, 55 and 58 of them real."""
+    """Two steps of one micro-batch each: 80 tokens filled to 128, 55 and 58 of them real."""
     work = BATCHES.work(3, 0, padded=False)
-    assert work.largest == (Micro(80, 32, 37), Micro(80, 48, 10))
+    assert work.largest == (Micro(128, 32, 37), Micro(128, 48, 10))
     assert (work.most_steps, work.mean_steps) == (1, 1.0)
-    assert (work.mean_tokens, work.mean_real_tokens, work.mean_labelled) == (80, 56.5, 23.5)
+    assert (work.mean_tokens, work.mean_real_tokens, work.mean_labelled) == (128, 56.5, 23.5)
     assert work.mean_square == (16**2 + 48**2 + 16**2 + 32**2 + 32**2 + 16**2) / 2
 
 
@@ -36,20 +36,20 @@ def test_work_of_padded_batches_counts_padding():
 
 
 def test_work_of_limited_micro_batches():
-    """At most 48 tokens: [40], [10, 5] and [30, 8], [20], by widths [48], [16, 16], [32, 16], [32]."""
+    """At most 48 tokens: [40], [10, 5] and [30, 8], [20], by widths [48], [16, 16], [32, 16], [32]; each row is filled to 64."""
     work = BATCHES.work(3, 48, padded=False)
     assert (work.most_steps, work.mean_steps) == (2, 2.0)
-    assert work.largest == (Micro(48, 32, 30), Micro(48, 48, 1))
+    assert work.largest == (Micro(64, 32, 30), Micro(64, 48, 1))
 
 
 def test_nothing_labelled_still_takes_a_row():
-    assert BATCHES.micro([5], padded=False) == Micro(16, 16, 1)
+    assert BATCHES.micro([5], padded=False) == Micro(64, 16, 1)
 
 
 def test_rows_of_a_largest_micro_batch():
-    rows = BATCHES.rows_of(Micro(48, 32, 30), 3, 48, padded=False)
+    rows = BATCHES.rows_of(Micro(64, 32, 30), 3, 48, padded=False)
     assert rows == [3, 5]
-    assert sorted(BATCHES.rows_of(Micro(80, 32, 37), 3, 0, padded=False)) == [3, 4, 5]
+    assert sorted(BATCHES.rows_of(Micro(128, 32, 37), 3, 0, padded=False)) == [3, 4, 5]
 
 
 def test_uniform_is_an_order_of_equal_examples():

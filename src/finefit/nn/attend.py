@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.micro import width
 from .attention import Form, SegmentAttention
 from .flash import PackedFlash, suits
 from .lora_linear import linears
@@ -148,10 +149,11 @@ def _inside(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], form: F
 
 
 def _generating(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, form: Form) -> Tensor:
-    """New queries against a cache of keys that ends with their own."""
+    """New queries against a cache of keys that ends with their own, and which is filled up to a `width` that none sees."""
     queries, keys = q_bnsd.shape[2], k_bmsd.shape[2]
+    k_bmsd, v_bmsd = (nn.functional.pad(x, (0, 0, 0, width(keys) - keys)) for x in (k_bmsd, v_bmsd))
     position = torch.arange(keys - queries, keys, device=q_bnsd.device)[:, None]
-    key = torch.arange(keys, device=q_bnsd.device)
+    key = torch.arange(k_bmsd.shape[2], device=q_bnsd.device)
     seen = key <= position
     if form.window is not None:
         seen &= key > position - form.window

@@ -5,7 +5,7 @@ has nothing to recompute: the loss is a *sum*, whatever comes from behind is a s
 hidden state's type and reduced in fp32, as transformers does. A head's bias (Phi), a factor on the logits (Cohere,
 Granite) and soft-capping (Gemma 2) are applied, in this order. Declines label smoothing and a z-loss.
 
-Shapes: L labelled tokens, C rows of a chunk, h hidden, V vocabulary.
+Shapes: L labelled tokens, R ≥ L rows (those after the L-th have no loss), C rows of a chunk, h hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -34,29 +34,29 @@ class Logits:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over rows of −log softmax(form(hidden_Lh W_Vh^T + bias_V))[label_L]; fp32 scalar."""
+    """Sum over the first L rows of −log softmax(form(hidden_Rh W_Vh^T + bias_V))[label_L]; fp32 scalar."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_lh: Tensor,
+        hidden_rh: Tensor,
         weight_vh: Tensor,
         bias_v: Tensor | None,
         label_l: Tensor,
         chunk: int,
         form: Logits,
     ) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=hidden_lh.device)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_rh.device)
         grads = [
-            None if one is None or not needed else torch.empty_like(one) if one is hidden_lh else torch.zeros_like(one)
-            for one, needed in zip((hidden_lh, weight_vh, bias_v), ctx.needs_input_grad, strict=False)
+            None if one is None or not needed else torch.empty_like(one) if one is hidden_rh else torch.zeros_like(one)
+            for one, needed in zip((hidden_rh, weight_vh, bias_v), ctx.needs_input_grad, strict=False)
         ]
-        weight = weight_vh.to(hidden_lh.dtype)
-        bias = None if bias_v is None else bias_v.to(hidden_lh.dtype)
-        for start in range(0, hidden_lh.shape[0], chunk):
-            rows = slice(start, min(start + chunk, hidden_lh.shape[0]))
+        weight = weight_vh.to(hidden_rh.dtype)
+        bias = None if bias_v is None else bias_v.to(hidden_rh.dtype)
+        for start in range(0, hidden_rh.shape[0], chunk):
+            rows = slice(start, min(start + chunk, hidden_rh.shape[0]))
             dchunk = None if grads[0] is None else grads[0][rows]
-            total += _one_chunk(hidden_lh[rows], (weight, bias), label_l[rows, None], form, (dchunk, *grads[1:]))
+            total += _one_chunk(hidden_rh[rows], (weight, bias), label_l[rows, None], form, (dchunk, *grads[1:]))
         ctx.save_for_backward(*grads)
         return total
 
@@ -74,16 +74,18 @@ def _one_chunk(
     form: Logits,
     grads: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """The chunk's summed loss; its gradients are written into, or added to, ``grads``."""
+    """The chunk's summed loss, of as many of its rows as have a label; gradients are written into, or added to, ``grads``."""
     dhidden_ch, dweight_vh, dbias_v = grads
     logits_cv, slope = shaped(F.linear(hidden_ch, *head).float(), form)
     # In place: each row is read before it is written, and a second copy of the chunk would be the step's largest tensor.
     logp_cv = torch.log_softmax(logits_cv, -1, out=logits_cv)
-    loss = -logp_cv.gather(1, label_c1).sum()
+    labelled = len(label_c1)
+    loss = -logp_cv[:labelled].gather(1, label_c1).sum()
     if all(grad is None for grad in grads):
         return loss
     dlogits = logp_cv.exp_()
-    dlogits.scatter_add_(1, label_c1, torch.full_like(label_c1, -1, dtype=dlogits.dtype))
+    dlogits[labelled:].zero_()
+    dlogits[:labelled].scatter_add_(1, label_c1, torch.full_like(label_c1, -1, dtype=dlogits.dtype))
     if slope is not None:
         dlogits.mul_(slope)
     if form.scale != 1.0:

@@ -37,18 +37,18 @@ class FusedLoss(Technique):
         from ..nn.chunked_loss import ChunkedCrossEntropy, Logits
         from ..nn.in_fp32 import is_island
 
-        hidden_lh = hidden_bsh.flatten(0, 1).index_select(0, batch.row_l)
-        kind = hidden_lh.device.type
+        hidden_rh = hidden_bsh.flatten(0, 1).index_select(0, batch.row_r)
+        kind = hidden_rh.device.type
         form, head = Logits.of(model.config.get_text_config()), model.get_output_embeddings()
         if is_island(head):
-            hidden_lh = hidden_lh.float()
+            hidden_rh = hidden_rh.float()
         elif torch.is_autocast_enabled(kind):
-            hidden_lh = hidden_lh.to(torch.get_autocast_dtype(kind))
+            hidden_rh = hidden_rh.to(torch.get_autocast_dtype(kind))
         weight, bias = head.weight, head.bias
         if not torch.is_grad_enabled():  # or the function would form their gradients: it asks the tensor, not the mode
             weight, bias = weight.detach(), bias if bias is None else bias.detach()
         with torch.autocast(kind, enabled=False):
-            total: Tensor = ChunkedCrossEntropy.apply(hidden_lh, weight, bias, batch.label_l, self.chunk, form)
+            total: Tensor = ChunkedCrossEntropy.apply(hidden_rh, weight, bias, batch.label_l, self.chunk, form)
         return total
 
     def describe(self) -> str:

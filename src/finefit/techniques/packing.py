@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..data.micro import width
+from ..data.micro import filling, width
 from ..layout import Layout
 from .base import NotAsPlanned, Technique, Unsuitable
 
@@ -32,7 +32,9 @@ class Packing(Technique):
         run.collate = packed
 
     def describe(self) -> str:
-        return "examples packed into rows, each padded by less than 16 tokens, blind to each other"
+        return (
+            "examples packed into rows, each padded by less than 16 tokens, a row by less than 64, blind to each other"
+        )
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
         if run.evidence.get("padding_tokens", 0):
@@ -40,13 +42,15 @@ class Packing(Technique):
 
 
 def packed(examples: Sequence["Example"]) -> "MicroBatch":
-    """One row of all examples one after the other, each at its width: what follows its end is seen and trained by none."""
+    """One row of all examples one after the other, each at its width, and a filling: what follows an example's end is seen
+    and trained by none."""
     import torch
 
-    from ..run import MicroBatch
+    from ..run import MicroBatch, filled
 
     lengths = [len(ids) for ids, _ in examples]
-    bounds = (0, *itertools.accumulate(map(width, lengths)))
+    widths = [width(length) for length in lengths]
+    bounds = (0, *itertools.accumulate((*widths, *filling(widths))))
     ids_t = torch.zeros(bounds[-1], dtype=torch.long)
     mask_t = torch.zeros(bounds[-1], dtype=torch.bool)
     for start, length, (ids, mask) in zip(bounds, lengths, examples, strict=False):  # nothing predicts a first token
@@ -54,4 +58,4 @@ def packed(examples: Sequence["Example"]) -> "MicroBatch":
         mask_t[start + 1 : start + length] = torch.as_tensor(mask[1:], dtype=torch.bool)
     row_l = mask_t.nonzero().flatten() - 1
     position = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(bounds)])
-    return MicroBatch(ids_t[None], position[None], bounds, row_l, ids_t[row_l + 1], sum(lengths))
+    return MicroBatch(ids_t[None], position[None], bounds, filled(row_l, bounds[-1]), ids_t[row_l + 1], sum(lengths))
