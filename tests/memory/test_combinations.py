@@ -53,7 +53,7 @@ def precision_of(one):
     return next(t.kind for t in one.techniques if isinstance(t, Precision))
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n % 3 > 0)) for n in range(COUNT)])
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n % 5 > 0)) for n in range(COUNT)])
 def test_loss_and_gradients_are_the_plain_runs(number):
     """In fewer bits than fp32 the order of operations shows: no more than twice what the plain run itself is off by."""
     one = tiny()[number]

@@ -231,7 +231,8 @@ def test_the_mark_of_the_host_is_the_phase_s_own():
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_the_host_needs_what_was_predicted_within_a_tenth(model_folder, tmp_path, method):
     """A process of its own, as a user has it: one step, an evaluation, a checkpoint, the run resumed and merged."""
     rows = [{"messages": [{"role": "user", "content": f"Say {i}."}, {"role": "assistant", "content": f"{i}!"}]}

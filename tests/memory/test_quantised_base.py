@@ -141,7 +141,7 @@ def loading(techniques, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [2**14, *(pytest.param(n, marks=pytest.mark.slow) for n in (2**16, 2**20))])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["nf4", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "nf4")])
 def test_loading_holds_a_chunk_beside_the_model_and_reads_the_file_in_place(form, chunk, folder, monkeypatch):
     techniques = (Precision("bf16"), QuantizedBase(*FORMS[form], chunk), Lora(4))
     top, run, said = loading(techniques, folder, monkeypatch)

@@ -179,7 +179,9 @@ AWAY = {  # where what a post-condition looks for is elsewhere when the step is 
 }
 
 
-@pytest.mark.parametrize("form", ["plain", *FORMS])
+@pytest.mark.parametrize(
+    "form", [f if f in ("plain", "nf4") else pytest.param(f, marks=pytest.mark.slow) for f in ("plain", *FORMS)]
+)
 @pytest.mark.parametrize("away", AWAY)
 def test_an_adapter_passes_the_rehearsal_wherever_its_gradients_and_the_base_are(away, form):
     """Gradients may be gone before the step is over; codes of 3 bits have a table larger than many weights."""

@@ -158,7 +158,12 @@ def test_what_is_none_is_said():
 
 
 @pytest.mark.parametrize(
-    ("parts", "blocks"), [(("norms",), 4), (("head",), 0), (("head", "norms"), 4), (("down_proj",), 0)]
+    ("parts", "blocks"),
+    [
+        (("norms",), 4),
+        (("head",), 0),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((("head", "norms"), 4), (("down_proj",), 0))),
+    ],
 )
 def test_bytes_of_a_step_as_a_plan_has_it(parts, blocks):
     used = (Precision("bf16"), Lora(4), FusedOps(), Fp32Islands(parts), Packing(), FusedLoss(32))

@@ -314,10 +314,7 @@ def test_a_scaler_that_finds_nothing_changes_nothing(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind in ("adamw", "adamw_8bit", "apollo") else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-    ],
+    [kind if kind in ("adamw", "apollo") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def test_nothing_is_asked_of_a_device(kind):
     """Fake tensors have no values to tell."""

@@ -227,7 +227,7 @@ def test_square_of_a_quantised_base_as_a_plan_uses_it(form, blocks, micro_steps)
 @pytest.mark.parametrize(
     "base", ["plain", "nf4", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "nf4")]
 )
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_square_of_streamed_weights_as_a_plan_uses_them(base, blocks, tied):
     """A slot is the larger part of the arena in fp32, a table in 4 bits."""
     form = () if base == "plain" else (QuantizedBase(*FORMS[base], 2**14),)
@@ -257,7 +257,9 @@ def test_streamed_states_of_every_family(name):
 
 
 @pytest.mark.parametrize(
-    "lora", [Lora(4, dropout=0.1), Lora(4, targets=("q_proj", "down_proj"))], ids=["dropout", "some"]
+    "lora",
+    [Lora(4, dropout=0.1), pytest.param(Lora(4, targets=("q_proj", "down_proj")), marks=pytest.mark.slow)],
+    ids=["dropout", "some"],
 )
 def test_square_of_other_adapters_on_a_quantised_base(lora):
     used = (Precision("bf16_mixed"), QuantizedBase(chunk=2**14), lora, FusedOps(), Packing(), FusedLoss(32))

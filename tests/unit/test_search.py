@@ -228,7 +228,10 @@ def test_a_quantised_base_is_never_chosen_unasked(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("cpu", 2**19), ("cuda", 2**23)])
-@pytest.mark.parametrize(("bits", "scales"), [("8", "plain"), ("4", "double"), ("3", "double"), ("2", "plain")])
+@pytest.mark.parametrize(
+    ("bits", "scales"),
+    [("8", "plain"), ("4", "double"), ("3", "double"), pytest.param("2", "plain", marks=pytest.mark.slow)],
+)
 def test_bits_and_scales_are_the_users(bits, scales, kind, chunk):
     job = dataclasses.replace(QLORA, pins=(("qlora.bits", bits), ("qlora.scales", scales)))
     plan = search(ask("4GiB", job, hardware=dataclasses.replace(LAPTOP, kind=kind)))
