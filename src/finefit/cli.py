@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
-from .environment import steady_environment
+from .environment import kept_process, steady_environment
 from .errors import ConfigError, FinefitError, did_you_mean
 
 app = typer.Typer(
@@ -121,7 +121,7 @@ def train(
     from . import session
     from .launch import Options, launch
 
-    steady_environment()
+    kept_process()
     config = _config(words or [], [])
     if config.data is None:
         raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
@@ -143,7 +143,7 @@ def resume(
     from . import session
     from .launch import Options, launch
 
-    steady_environment()
+    kept_process()
     launch(lambda: session.again(run, words or ()), Options(log_format, memory_limit, adapt), resumed=True)
 
 

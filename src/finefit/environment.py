@@ -18,7 +18,22 @@ STEADY = {
 
 def steady_environment() -> None:
     """Start this process again with the settings that must be there before its libraries load, unless they are."""
-    missing = {key: value for key, value in STEADY.items() if key not in os.environ}
-    if missing and not os.environ.get("FINEFIT_RESTARTED"):
-        os.environ.update(missing, FINEFIT_RESTARTED="1")
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "finefit", *sys.argv[1:]])
+    if _missing():
+        _restart("finefit")
+
+
+def kept_process() -> None:
+    """The same, as a child of a keeper where the system counts the processes it kills."""
+    if sys.platform == "linux":
+        _restart("finefit.keeper")
+    steady_environment()
+
+
+def _missing() -> dict[str, str]:
+    return {key: value for key, value in STEADY.items() if key not in os.environ}
+
+
+def _restart(module: str) -> None:
+    if not os.environ.get("FINEFIT_RESTARTED"):
+        os.environ.update(_missing(), FINEFIT_RESTARTED="1")
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[1:]])

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from . import keeper
 from .errors import ConfigError, did_you_mean
 from .session import Job
 
@@ -18,6 +19,10 @@ class Options:
     memory_limit: str | None
     adapt: bool
 
+    def words(self) -> list[str]:
+        limit = [] if self.memory_limit is None else ["--memory-limit", self.memory_limit]
+        return ["--log-format", self.log_format, *limit, *(["--adapt"] if self.adapt else [])]
+
 
 def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
     """Carry out the job that ``begun`` gives, once the options are known to be right; SystemExit(130) where it was stopped."""
@@ -29,6 +34,7 @@ def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
     if how.log_format not in LOG_FORMATS:
         raise ConfigError(f"--log-format {how.log_format} is unknown", hint=did_you_mean(how.log_format, LOG_FORMATS))
     job = begun()
+    keeper.tell(job.folder, job.hardware.kind, how.words())
     with reporter(how.log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
         from .adapt import nothing_better, within
         from .recover import carry_out

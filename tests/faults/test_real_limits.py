@@ -1,11 +1,15 @@
-"""Memory that the system itself refuses, in a process of its own: malloc fails as it does on a full machine."""
+"""Memory that the system itself refuses, in a process of its own: malloc fails as it does on a full machine, or the kernel
+kills the process."""
 
 import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import limited
 import pytest
 
 import tiny_run
@@ -61,3 +65,52 @@ def test_a_run_goes_on_within_what_the_system_gives(place, environment, whole, k
     assert refused, "nothing was refused: this test would show nothing"
     assert all("memory" in event["message"] or "alloc" in event["message"] for event in refused)
     assert losses == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.fixture
+def group():
+    """A control group of this test's own, and the file that holds its processes to an amount of memory."""
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    place, name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
+    folder = place / f"finefit-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        if not (folder / name).exists():
+            raise OSError("memory is not controlled here")
+    except OSError as error:
+        with suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no control group can be made: {error}")
+    yield folder, folder / name
+    for _ in range(100):  # until its last process is gone
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_run_that_the_system_kills_goes_on(place, environment, whole, group):
+    """By itself, from its last checkpoint, with a plan that needs less."""
+    folder, limit = group
+    words = [*limited.WORDS, "train.save_every=1", "name=killed", f"output_dir={place}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "finefit", "train", place / "model", place / "chats.jsonl", *words],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())),
+    )  # fmt: skip
+    log, used = (
+        place / "killed" / "events.jsonl",
+        folder / {"memory.max": "memory.current"}.get(limit.name, "memory.usage_in_bytes"),
+    )
+    while process.poll() is None and not (log.is_file() and f'"step":{limited.SHORT_STEPS},"steps"' in log.read_text()):
+        time.sleep(0.005)
+    limit.write_text(str(int(used.read_text()) + limited.MARGIN))
+    said = process.communicate()[1]
+    assert process.returncode == 0, said[-3000:]
+    assert (
+        "the system killed the run for want of memory; it goes on from its last checkpoint with memory.budget=" in said
+    )
+    found = tiny_run.events_of(place / "killed")
+    assert len(found["replan"]) >= 1
+    assert tiny_run.losses(found) == pytest.approx([whole[step] for step in sorted(whole)], rel=1e-6)
