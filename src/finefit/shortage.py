@@ -18,9 +18,9 @@ from .layout import Micro
 from .run import MicroBatch
 
 ERRORS = (RuntimeError, MemoryError, OSError, FinefitError)
-# What the allocators of CPUs, of pinned memory, of cuBLAS and of threads say.
+# What the allocators of CPUs, of pinned memory, of cuBLAS, of mapped files and of threads say.
 _SENTENCES = (
-    "can't allocate memory", "not enough memory", "std::bad_alloc", "could not create a memory object",
+    "can't allocate memory", "Cannot allocate memory", "not enough memory", "std::bad_alloc", "could not create a memory object",
     "CUDA error: out of memory", "out of memory (2)", "CUBLAS_STATUS_ALLOC_FAILED", "can't start new thread",
 )  # fmt: skip
 _HELD = re.compile(r"allocated memory (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB) is allocated by PyTorch")

@@ -133,6 +133,9 @@ def _take(key: str, given: _Given, all_given: dict[str, _Given], problems: list[
 
 
 def _validate(given: Mapping[str, _Given], file: str, problems: list[Problem]) -> Config | None:
+    if garbled := {key: one.where for key, one in given.items() if not _is_text(one.value)}:
+        problems += [Problem(where, f"'{key}' is not valid text", "say it in UTF-8") for key, where in garbled.items()]
+        return None
     nested: dict[str, Any] = {}
     for key, one in given.items():
         section, _, name = key.rpartition(".")
@@ -143,6 +146,15 @@ def _validate(given: Mapping[str, _Given], file: str, problems: list[Problem]) -
         problems += _wrong_values(error.errors(), given, file)
         return None
     return None if problems else config
+
+
+def _is_text(value: object) -> bool:
+    """Whether every string in it can be written: bytes of a command line that are no UTF-8 come as halves of characters."""
+    if isinstance(value, str):
+        return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+    if isinstance(value, list):
+        return all(map(_is_text, value))
+    return not isinstance(value, dict) or all(_is_text(part) for pair in value.items() for part in pair)
 
 
 def _wrong_values(errors: Iterable[ErrorDetails], given: Mapping[str, _Given], file: str) -> Iterator[Problem]:
