@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from accuracy_cpu import commit, machine  # noqa: E402
 
 RESULTS = HERE / "results" / "combinations-cpu.json"
-REAL = 10
+REAL, OFTEN = 10, 0.95
 
 
 def row(one: Any) -> dict[str, Any]:
@@ -81,6 +81,9 @@ def main() -> None:
     }  # fmt: skip
     refused = dict(draws.refused.most_common())
     RESULTS.write_text(json.dumps({**made, "summary": found, "refused": refused, "rows": rows}, indent=1) + "\n")
+    whole = all(one["states_exact"] == one["count"] for one in found.values())
+    near = all(one["peak_within_3_percent"] >= OFTEN * one["count"] for one in found.values())
+    raise SystemExit(not (whole and near))
 
 
 if __name__ == "__main__":

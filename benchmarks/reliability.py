@@ -40,8 +40,8 @@ HEADS = {
 NAMES = {
     "test_out_of_memory": ("memory refused, by moment and by technique", "按时刻、按技术拒绝内存"),
     "test_real_limits": (
-        "memory limited by the system (RLIMIT_DATA), or taken by another",
-        "系统限制内存（RLIMIT_DATA），或被别的占用者拿走",
+        "memory limited by the system (RLIMIT_DATA), taken by another, the process killed for it",
+        "系统限制内存（RLIMIT_DATA）、内存被别的占用者拿走、进程因此被杀",
     ),
     "test_kill": ("killed (SIGKILL) at a random moment", "在随机时刻被杀（SIGKILL）"),
     "test_disk": ("the disk full, read-only, failing or gone", "磁盘已满、只读、出错或消失"),
@@ -58,7 +58,9 @@ def faults() -> dict[str, dict[str, int]]:
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "", "tests/faults", f"--junitxml={report}"]
         subprocess.run(command, cwd=ROOT, env={**os.environ, "FINEFIT_GENERATED": str(INPUTS)})
         cases = [
-            (case.get("classname", "").rpartition(".")[2], not len(case)) for case in xml.parse(report).iter("testcase")
+            (case.get("classname", "").rpartition(".")[2], not len(case))
+            for case in xml.parse(report).iter("testcase")
+            if case.find("skipped") is None  # what this machine cannot try
         ]
     survived, total = Counter(name for name, passed in cases if passed), Counter(name for name, _ in cases)
     return {name: {"survived": survived[name], "total": n} for name, n in total.items()}

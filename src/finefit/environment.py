@@ -3,6 +3,8 @@
 import os
 import sys
 
+from . import keeper
+
 # Read once, when a process starts. Idle OpenMP threads spin for a moment, then sleep: spinning on costs 8 ms an operator
 # on a busy machine, sleeping at once costs a tenth of a step on an idle one (2 cores, torch 2.13, 2026-11-29).
 STEADY = {
@@ -18,15 +20,16 @@ STEADY = {
 
 def steady_environment() -> None:
     """Start this process again with the settings that must be there before its libraries load, unless they are."""
-    if _missing():
+    if _missing() and not os.environ.get("FINEFIT_RESTARTED"):
         _restart("finefit")
 
 
 def kept_process() -> None:
     """The same, as a child of a keeper where the system counts the processes it kills."""
-    if sys.platform == "linux":
+    if sys.platform != "linux":
+        steady_environment()
+    elif keeper.TELL_TO not in os.environ:
         _restart("finefit.keeper")
-    steady_environment()
 
 
 def _missing() -> dict[str, str]:
@@ -34,6 +37,5 @@ def _missing() -> dict[str, str]:
 
 
 def _restart(module: str) -> None:
-    if not os.environ.get("FINEFIT_RESTARTED"):
-        os.environ.update(_missing(), FINEFIT_RESTARTED="1")
-        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[1:]])
+    os.environ.update(_missing(), FINEFIT_RESTARTED="1")
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *sys.argv[1:]])

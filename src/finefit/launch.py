@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import keeper
 from .errors import ConfigError, did_you_mean
@@ -34,7 +34,9 @@ def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
     if how.log_format not in LOG_FORMATS:
         raise ConfigError(f"--log-format {how.log_format} is unknown", hint=did_you_mean(how.log_format, LOG_FORMATS))
     job = begun()
-    keeper.tell(job.folder, job.hardware.kind, how.words())
+    keeper.tell(keeper.Told(str(job.folder.resolve()), job.hardware.kind, how.words()))
+    if why := keeper.why():
+        job = replace(job, said=(why, *job.said))
     with reporter(how.log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
         from .adapt import nothing_better, within
         from .recover import carry_out

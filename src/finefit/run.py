@@ -25,7 +25,7 @@ from .nn.optimizers import Optimizer
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Tokens of one forward pass. ``label_l`` are the tokens that are trained, ``row_r`` the flat positions before them,
-    filled up with the last position to a `width`."""
+    filled up with the last of them to a `width`."""
 
     ids_bs: Tensor
     position_bs: Tensor
@@ -69,12 +69,12 @@ def padded(examples: Sequence[Example]) -> MicroBatch:
     bounds = tuple(range(0, longest * len(examples) + 1, longest))
     position = torch.arange(longest).expand(len(examples), longest)
     tokens = sum(len(ids) for ids, _ in examples)
-    return MicroBatch(ids_bs, position, bounds, filled(row_l, bounds[-1]), ids_bs.flatten()[row_l + 1], tokens)
+    return MicroBatch(ids_bs, position, bounds, filled(row_l), ids_bs.flatten()[row_l + 1], tokens)
 
 
-def filled(row_l: Tensor, tokens: int) -> Tensor:
+def filled(row_l: Tensor) -> Tensor:
     """``row_r``: rows whose loss nobody asks for make products of ever new numbers of rows few (`data.micro.ALIGNMENT`)."""
-    return nn.functional.pad(row_l, (0, width(len(row_l)) - len(row_l)), value=tokens - 1)
+    return nn.functional.pad(row_l, (0, width(len(row_l)) - len(row_l)), value=int(row_l[-1]) if len(row_l) else 0)
 
 
 def one_by_one(lengths: Sequence[int]) -> list[list[int]]:

@@ -125,7 +125,7 @@ def batch_of(micro: Micro, columns: int = 0) -> MicroBatch:
     bounds = (*range(0, micro.tokens, micro.longest), micro.tokens)
     zeros, label = torch.zeros(1, micro.tokens, dtype=torch.long), torch.zeros(micro.labelled, dtype=torch.long)
     zeros = zeros.view(-1, columns or micro.tokens)
-    return MicroBatch(zeros, zeros.clone(), bounds, filled(label, micro.tokens), label, micro.tokens)
+    return MicroBatch(zeros, zeros.clone(), bounds, filled(label), label, micro.tokens)
 
 
 def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) -> None:

@@ -358,13 +358,17 @@ def last_step(job: Job) -> int:
     return checkpoint.last_step(job.folder / "checkpoints")
 
 
+# What is sent to a group of processes comes to a run twice, once through its keeper.
+_SAME_WISH_S = 0.3
+
+
 class Stopping:
     """Whether somebody asked for a stop at the next step boundary; from ``begin`` on signals ask. A second SIGINT stops at
     once, as the first does before: nothing is lost then.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.since = False, 0.0
         self.before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
@@ -379,6 +383,10 @@ class Stopping:
             signal.signal(which, handler)
         self.before.clear()
 
-    def _ask(self, _number: int, _frame: Any) -> None:
-        self.asked = True
-        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
+    def _ask(self, number: int, _frame: Any) -> None:
+        first, self.asked = not self.asked, True
+        if first:
+            self.since = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self.since > _SAME_WISH_S:
+            signal.signal(signal.SIGINT, self.before[signal.SIGINT])
+            signal.raise_signal(signal.SIGINT)

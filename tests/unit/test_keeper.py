@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from finefit import keeper
+from finefit import keeper, supervise
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts its kills on Linux alone")
 
@@ -18,60 +18,112 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel coun
 CHILD = """
 import json, os, sys, signal
 from pathlib import Path
-from finefit import keeper
+from finefit import keeper, supervise
 place = Path(sys.argv[1])
 with (place / "words").open("a") as file:
-    file.write(json.dumps(sys.argv[2:]) + "\\n")
+    file.write(json.dumps([*sys.argv[2:], keeper.why()]) + "\\n")
 ends = (place / "ends").read_text().splitlines()
 (place / "ends").write_text("\\n".join(ends[1:]))
 how, _, device = ends[0].partition(" ")
 if device:
-    keeper.tell(place, device, ["--log-format", "json"])
-os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else sys.exit(int(how))
+    keeper.tell(keeper.Told(str(place), device, ["--log-format", "json"]))
+if how == "saved":
+    (place / "checkpoints" / f"step-{100 - len(ends):06}").mkdir(parents=True)
+if how == "stopped":
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+sys.exit(int(how)) if how.isdigit() else os.kill(os.getpid(), signal.SIGKILL)
 """
+FIRST = ["train", "m", "d", ""]
 
 
 def kept(place, *ends, counted=True):
     """(exit code, words of every child) of a keeper whose children end so; the system counts kills among its own or not."""
     (place / "ends").write_text("\n".join(ends))
-    (place / "plan.json").write_text(
-        json.dumps({"budget_bytes": 2**30, "predicted": {"peak_bytes": 400 * 2**20, "reserved_bytes": 0}})
-    )
-    seen = iter(range(100)) if counted else iter([0] * 100)
+    if not (place / "plan.json").exists():
+        plan = {"budget_bytes": 2**30, "predicted": {"peak_bytes": 400 * 2**20, "reserved_bytes": 0}}
+        (place / "plan.json").write_text(json.dumps(plan))
+    seen = iter(range(1000)) if counted else iter([0] * 1000)
     command = [sys.executable, "-c", CHILD, str(place)]
     code = keeper.keep(command, ["train", "m", "d"], lambda: next(seen))
     return code, [json.loads(line) for line in (place / "words").read_text().splitlines()]
 
 
+def again(place, *less):
+    return ["resume", str(place), *less, "--log-format", "json", keeper.KILLED]
+
+
 @pytest.mark.parametrize("code", [0, 2, 130])
 def test_an_exit_code_is_the_child_s(code, tmp_path):
-    assert kept(tmp_path, str(code)) == (code, [["train", "m", "d"]])
+    assert kept(tmp_path, str(code)) == (code, [FIRST])
 
 
 def test_what_the_system_killed_goes_on_with_less(tmp_path, capfd):
     """0.8 of what the plan needs, which is less than its budget."""
-    again = ["resume", str(tmp_path), "memory.budget=320MiB", "--log-format", "json"]
-    assert kept(tmp_path, "killed cpu", "killed cpu", "0") == (0, [["train", "m", "d"], again, again])
-    assert capfd.readouterr().err.count("the system killed the run for want of memory") == 2
+    less = again(tmp_path, "memory.budget=320MiB")
+    assert kept(tmp_path, "killed cpu", "killed cpu", "0") == (0, [FIRST, less, less])
+    assert capfd.readouterr().err.count(keeper.KILLED) == 2
 
 
 def test_a_gpu_s_plan_is_no_matter_of_the_host_s_memory(tmp_path):
-    again = ["resume", str(tmp_path), "--log-format", "json"]
-    assert kept(tmp_path, "killed cuda", "0") == (0, [["train", "m", "d"], again])
+    assert kept(tmp_path, "killed cuda", "0") == (0, [FIRST, again(tmp_path)])
+
+
+def test_where_nothing_leaner_fits_it_goes_on_as_it_was(tmp_path):
+    """It may have been another's memory; an end with 2 after a run was told is the run's own."""
+    less = again(tmp_path, "memory.budget=320MiB")
+    assert kept(tmp_path, "killed cpu", "2", "0") == (0, [FIRST, less, again(tmp_path)])
+    (tmp_path / "words").unlink()
+    assert kept(tmp_path, "killed cpu", "2 cpu") == (2, [FIRST, less])
+
+
+@pytest.mark.parametrize(
+    "plan", ["", "{}", "[]", '{"budget_bytes": 5, "predicted": {"peak_bytes": 9, "reserved_bytes": 0}}']
+)
+def test_a_plan_of_which_nothing_is_known_is_not_asked_to_be_less(plan, tmp_path):
+    (tmp_path / "plan.json").write_text(plan)
+    assert kept(tmp_path, "killed cpu", "0") == (0, [FIRST, again(tmp_path)])
 
 
 def test_a_kill_that_is_somebody_s_wish_is_the_end(tmp_path):
-    assert kept(tmp_path, "killed cpu", counted=False) == (137, [["train", "m", "d"]])
+    assert kept(tmp_path, "killed cpu", counted=False) == (137, [FIRST])
+
+
+def test_a_run_that_was_told_to_stop_does_not_go_on(tmp_path, capfd):
+    assert kept(tmp_path, "stopped cpu", "0") == (137, [FIRST])
+    assert f"while it was being stopped\nhint: finefit resume {tmp_path}" in capfd.readouterr().err
 
 
 def test_what_was_killed_before_it_had_a_plan_is_told(tmp_path, capfd):
-    assert kept(tmp_path, "killed") == (137, [["train", "m", "d"]])
+    assert kept(tmp_path, "killed") == (137, [FIRST])
     assert "before it had a plan\nhint: memory.budget" in capfd.readouterr().err
 
 
-def test_it_ends_after_so_many(tmp_path):
+def test_what_was_told_once_is_known(tmp_path):
+    less = again(tmp_path, "memory.budget=320MiB")
+    assert kept(tmp_path, "killed cpu", "killed", "0") == (0, [FIRST, less, less])
+
+
+def test_it_gives_up_where_nothing_is_saved_between_kills(tmp_path, capfd):
     code, words = kept(tmp_path, *["killed cpu"] * 9)
     assert (code, len(words)) == (137, keeper.MOST + 1)
+    assert "6 times without a checkpoint between" in capfd.readouterr().err
+
+
+def test_it_goes_on_as_long_as_something_is_saved(tmp_path):
+    code, words = kept(tmp_path, *["saved cpu"] * 9, "0")
+    assert (code, len(words)) == (0, 10)
+
+
+def test_it_gives_up_as_often_as_a_run_does():
+    assert keeper.MOST == supervise.MOST
+
+
+def test_kills_are_those_of_the_own_group():
+    """Where groups count, another's is none of it."""
+    assert keeper.system_kills() >= 0
+    assert all(path.name in ("memory.events", "memory.oom_control") for path in keeper._groups())
 
 
 # --- signals
@@ -108,6 +160,23 @@ def test_what_is_sent_to_the_keeper_comes_to_the_child(listened):
         process.send_signal(one)
         assert process.stdout.readline().strip() == one.name
     assert process.wait(10) == 7
+
+
+def test_signals_of_children_that_somebody_ignored_are_waited_for():
+    code = (
+        f"import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n{KEEPER.replace(repr(LISTENER), repr('pass'))}"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
+def test_a_closed_stream_is_no_matter(closed):
+    """What the child tells does not take its place."""
+    code = KEEPER.replace(repr(LISTENER), repr("import os; os.write(1, b'x')"))
+    done = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -c "$0" {closed}', code], capture_output=True, timeout=20
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_child_does_not_outlive_its_keeper(listened):

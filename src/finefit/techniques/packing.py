@@ -58,4 +58,4 @@ def packed(examples: Sequence["Example"]) -> "MicroBatch":
         mask_t[start + 1 : start + length] = torch.as_tensor(mask[1:], dtype=torch.bool)
     row_l = mask_t.nonzero().flatten() - 1
     position = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(bounds)])
-    return MicroBatch(ids_t[None], position[None], bounds, filled(row_l, bounds[-1]), ids_t[row_l + 1], sum(lengths))
+    return MicroBatch(ids_t[None], position[None], bounds, filled(row_l), ids_t[row_l + 1], sum(lengths))
