@@ -74,7 +74,7 @@ def padded(examples: Sequence[Example]) -> MicroBatch:
 
 def filled(row_l: Tensor) -> Tensor:
     """``row_r``: rows whose loss nobody asks for make products of ever new numbers of rows few (`data.micro.ALIGNMENT`)."""
-    return nn.functional.pad(row_l, (0, width(len(row_l)) - len(row_l)), value=int(row_l[-1]) if len(row_l) else 0)
+    return torch.cat((row_l, row_l[-1:].expand(width(len(row_l)) - len(row_l))))
 
 
 def one_by_one(lengths: Sequence[int]) -> list[list[int]]:

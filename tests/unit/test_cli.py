@@ -49,6 +49,7 @@ def test_output_to_a_full_disk_is_one_message(words):
     ],
 )
 def test_a_word_that_names_nothing_is_told_by_its_own_name(words, message, hint, monkeypatch):
-    monkeypatch.setattr(cli, "steady_environment", lambda: None)
+    for restarts in ("steady_environment", "kept_process"):
+        monkeypatch.setattr(cli, restarts, lambda: None)
     told = str(CliRunner().invoke(cli.app, words).exception)
     assert message in told and hint in told

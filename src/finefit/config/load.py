@@ -134,7 +134,7 @@ def _take(key: str, given: _Given, all_given: dict[str, _Given], problems: list[
 
 def _validate(given: Mapping[str, _Given], file: str, problems: list[Problem]) -> Config | None:
     if garbled := {key: one.where for key, one in given.items() if not _is_text(one.value)}:
-        problems += [Problem(where, f"'{key}' is not valid text", "say it in UTF-8") for key, where in garbled.items()]
+        problems += [Problem(where, f"'{key}' must be {_text_of(where)}") for key, where in garbled.items()]
         return None
     nested: dict[str, Any] = {}
     for key, one in given.items():
@@ -146,6 +146,12 @@ def _validate(given: Mapping[str, _Given], file: str, problems: list[Problem]) -
         problems += _wrong_values(error.errors(), given, file)
         return None
     return None if problems else config
+
+
+def _text_of(where: str) -> str:
+    if where == _COMMAND_LINE:
+        return "text in the terminal's own encoding (LANG=C.UTF-8 reads any)"
+    return "text: it has halves of characters"
 
 
 def _is_text(value: object) -> bool:
@@ -197,8 +203,6 @@ def _wanted(error: ErrorDetails) -> str:
             return "true or false"
         case "string_type":
             return "text"
-        case "string_unicode":
-            return "text in the terminal's own encoding (LANG=C.UTF-8 reads any)"
         case "string_too_short":
             return "a name"
         case "tuple_type":
