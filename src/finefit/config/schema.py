@@ -233,7 +233,9 @@ class Memory(_Section):
         default="auto", description="several examples in one row, none padded to a common length"
     )
     micro_batch_size: Auto | Positive = Field(default="auto", description="examples per forward pass")
-    micro_batch_tokens: Auto | Positive = Field(default="auto", description="tokens per forward pass")
+    micro_batch_tokens: Auto | Positive = Field(
+        default="auto", description="tokens per forward pass; a packed row is filled up to a multiple of 64"
+    )
     loss_chunk: Auto | Count = Field(
         default="auto", description="labelled tokens per slice of the logits; 0 computes them whole"
     )
