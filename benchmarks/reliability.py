@@ -3,11 +3,11 @@
     python benchmarks/reliability.py [--steps 1000] [--faults REPORT]      writes benchmarks/results/reliability-cpu.json
                                        and the tables of docs/*/reliability.md
 
-The faults are those of tests/faults, all of them (``--faults``: they ran already, PYTEST_ADDOPTS=--junitxml=REPORT make
-test-faults); each is a whole run of a tiny model whose losses are compared with those
-of the undisturbed one. The soak is one run of that model: resident memory and bytes of live tensors after each step, and
-the slope of a line through them, once as many steps have gone before: by then every number of rows has come up that a
-product is compiled for (in 16 bits on a CPU, 256 KiB each that stay).
+The faults are those of tests/faults, all of them; each is a whole run of a tiny model whose losses are compared with those
+of the undisturbed one. ``--faults``: they ran already, by ``PYTEST_ADDOPTS=--junitxml=REPORT make test-faults``. The soak is
+one run of that model: resident memory and bytes of live tensors after each step, and the slope of a line through them, once
+as many steps have gone before: by then every number of rows has come up that a product is compiled for (in 16 bits on a CPU,
+256 KiB each that stay).
 """
 
 import argparse

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from .data.micro import filling, split, width
+from .data.micro import row_of, split, width
 from .layout import Micro
 
 NO_LIMIT = 2**62
@@ -77,7 +77,7 @@ class FromOrder:
                 micro = self.micro(group, padded)
                 micros.add(micro)
                 tokens += micro.tokens
-                labelled += sum(self.labelled[row] for row in group)
+                labelled += micro.labelled
                 square += sum(micro.longest**2 if padded else self.widths[row] ** 2 for row in group)
         real = sum(self.lengths[row] for step in self.steps for row in step)
         n = len(self.steps)
@@ -91,7 +91,7 @@ class FromOrder:
     def micro(self, group: Sequence[int], padded: bool) -> Micro:
         widths = [self.widths[row] for row in group]
         longest = max(widths)
-        tokens = longest * len(group) if padded else sum((*widths, *filling(widths)))
+        tokens = longest * len(group) if padded else sum(row_of(widths))
         return Micro(tokens, longest, max(1, sum(self.labelled[row] for row in group)))
 
     def rows_of(self, micro: Micro, max_sequences: int, max_tokens: int, padded: bool) -> list[int]:
@@ -129,7 +129,7 @@ def _uniform_work(batches: Uniform, max_sequences: int, max_tokens: int, padded:
     n, wide = batches.examples, width(batches.length)
     labelled = max(1, round(batches.length * batches.labelled_share))
     full = min(n, max_sequences, max(max_tokens // wide, 1) if max_tokens else n)
-    filled = {rows: wide * rows + (0 if padded else sum(filling([wide * rows]))) for rows in (full, n % full) if rows}
+    filled = {rows: wide * rows if padded else sum(row_of((wide * rows,))) for rows in (full, n % full) if rows}
     micros = {Micro(tokens, wide, labelled * rows) for rows, tokens in filled.items()}
     steps, tokens = -(-n // full), n // full * filled[full] + filled.get(n % full, 0)
     return Work(undominated(micros), steps, steps, tokens, batches.length * n, labelled * n, wide**2 * n)

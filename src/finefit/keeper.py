@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MOST = 5  # kills in a row without a checkpoint between them
-LESS = 0.8  # of the budget, or of what the plan needs where that is less
+LESS = 0.8  # of the budget, or of what the plan needs where that is less; supervise has both from here
 CANNOT = 2  # the exit code of what cannot be done as it is asked
 TELL_TO, WHY = "FINEFIT_TELL_TO", "FINEFIT_WHY"
 """In a kept process's environment: the file descriptor that it tells its run to; why it was begun again."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from .data.micro import filling, width
+from .data.micro import row_of, width
 from .footprint import Footprint
 from .ledger import Ledger
 from .run import Example, MicroBatch, Run, summed_loss
@@ -26,8 +26,7 @@ def rehearse(
     """The measured footprint of a step of ``worst``; raises NotAsPlanned. ``others`` are two short examples."""
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if run.device.type == "cuda" else []
     batch = run.collate(worst).to(run.device)
-    widths = [width(len(ids)) for ids, _ in worst]
-    padding = batch.ids_bs.numel() - sum((*widths, *filling(widths)))
+    padding = batch.ids_bs.numel() - sum(row_of([width(len(ids)) for ids, _ in worst]))
     micro_steps = min(micro_steps, 2)
     run.evidence.update(padding_tokens=padding, micro_steps=micro_steps, block_forwards=0, inputs_offloaded=0)
     run.optimizer.updated.clear()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from . import keeper
 from .candidates import Method, Question, rewrite
 from .errors import ConfigError, DoesNotFit, OutOfMemory
 from .plan import Plan
@@ -20,8 +21,8 @@ from .units import Budget, format_bytes
 if TYPE_CHECKING:
     from .shortage import Shortage
 
-MOST = 5  # plans that are made after the first
-SMALLER = 0.8  # of what was foreseen where it died, what there may be at most if nobody knows
+MOST = keeper.MOST  # plans that are made after the first
+SMALLER = keeper.LESS  # of what was foreseen where it died, what there may be at most if nobody knows
 _MOST_TIMES = 8.0  # a moment that takes more than so often what was foreseen is no matter of a coefficient
 _STATES = ("parameter", "gradient", "optimizer_state", "input")
 

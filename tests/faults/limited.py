@@ -12,9 +12,8 @@ WORDS = (
     "method=lora", "lora.rank=4", "train.global_batch_size=8", "train.max_length=512", "train.steps=6", "train.order=as_given",
     "train.learning_rate=1e-3", "train.save_every=2", "train.eval_every=0", "memory.precision=fp32",
 )  # fmt: skip
-MARGIN = (
-    128 * 2**20
-)  # enough to plan again, to map the file of the weights while they are loaded, and for small micro-batches
+# Enough to plan again, to map the file of the weights while they are loaded, and for small micro-batches.
+MARGIN = 128 * 2**20
 SHORT_STEPS = 3
 
 

@@ -69,19 +69,20 @@ def test_a_run_goes_on_within_what_the_system_gives(place, environment, whole, k
 
 @pytest.fixture
 def group():
-    """A control group of this test's own, and the file that holds its processes to an amount of memory."""
+    """A control group of this test's own, and its files of what its processes may use of memory, and use."""
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    place, name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
+    one, two = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    place, (limit, used) = (v1, one) if v1.is_dir() else (v2, two)
     folder = place / f"finefit-test-{os.getpid()}"
     try:
         folder.mkdir()
-        if not (folder / name).exists():
+        if not (folder / limit).exists():
             raise OSError("memory is not controlled here")
     except OSError as error:
         with suppress(OSError):
             folder.rmdir()
         pytest.skip(f"no control group can be made: {error}")
-    yield folder, folder / name
+    yield folder, folder / limit, folder / used
     for _ in range(100):  # until its last process is gone
         with suppress(OSError):
             folder.rmdir()
@@ -92,17 +93,14 @@ def group():
 @pytest.mark.slow
 def test_a_run_that_the_system_kills_goes_on(place, environment, whole, group):
     """By itself, from its last checkpoint, with a plan that needs less."""
-    folder, limit = group
+    folder, limit, used = group
     words = [*limited.WORDS, "train.save_every=1", "name=killed", f"output_dir={place}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "finefit", "train", place / "model", place / "chats.jsonl", *words],
         env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())),
     )  # fmt: skip
-    log, used = (
-        place / "killed" / "events.jsonl",
-        folder / {"memory.max": "memory.current"}.get(limit.name, "memory.usage_in_bytes"),
-    )
+    log = place / "killed" / "events.jsonl"
     while process.poll() is None and not (log.is_file() and f'"step":{limited.SHORT_STEPS},"steps"' in log.read_text()):
         time.sleep(0.005)
     limit.write_text(str(int(used.read_text()) + limited.MARGIN))

@@ -7,6 +7,7 @@ nodes, so every complaint has ``file:line:column``. It declines includes, interp
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,11 +157,16 @@ def _text_of(where: str) -> str:
 
 def _is_text(value: object) -> bool:
     """Whether every string in it can be written: bytes of a command line that are no UTF-8 come as halves of characters."""
-    if isinstance(value, str):
-        return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
     if isinstance(value, list):
         return all(map(_is_text, value))
-    return not isinstance(value, dict) or all(_is_text(part) for pair in value.items() for part in pair)
+    if not isinstance(value, str):
+        return True
+    with suppress(UnicodeEncodeError):
+        value.encode()
+        return True
+    return False
 
 
 def _wrong_values(errors: Iterable[ErrorDetails], given: Mapping[str, _Given], file: str) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ at most 11/9 of the fewest possible, and one (Dósa 2007). Deterministic, so a r
 Declined: cutting an example in two.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 ALIGNMENT = 16
 """An example starts at a multiple of 16 tokens. Ever new lengths mean ever new kernels, compiled and kept by the library
@@ -23,14 +23,14 @@ ROW = 64
 process ends (oneDNN 3.12: 256 KiB for each product of each new number of rows, however small its cache of primitives)."""
 
 
-def filling(widths: Iterable[int]) -> tuple[int, ...]:
-    """The widths of what is put after examples of these widths to fill their row: of the shortest there can be."""
-    return (ALIGNMENT,) * (-sum(widths) % ROW // ALIGNMENT)
+def row_of(widths: Sequence[int]) -> tuple[int, ...]:
+    """The widths of all that a packed row of examples of these widths has: what fills it is of the shortest there can be."""
+    return (*widths, *(ALIGNMENT,) * (-sum(widths) % ROW // ALIGNMENT))
 
 
 def split(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> list[list[int]]:
-    """Positions in ``lengths`` (tokens) by micro-batch: each within both limits by widths, before a row
-    is filled, or one single longer example."""
+    """Positions in ``lengths`` (tokens) by micro-batch: each within both limits by widths, before its row is
+    filled, or one single longer example."""
     if max_sequences < 1 or max_tokens < 1:
         raise ValueError(f"a micro-batch holds at least 1 sequence of 1 token, not {max_sequences} of {max_tokens}")
     groups: list[list[int]] = []

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..data.micro import filling, width
+from ..data.micro import row_of, width
 from ..layout import Layout
 from .base import NotAsPlanned, Technique, Unsuitable
 
@@ -49,8 +49,7 @@ def packed(examples: Sequence["Example"]) -> "MicroBatch":
     from ..run import MicroBatch, filled
 
     lengths = [len(ids) for ids, _ in examples]
-    widths = [width(length) for length in lengths]
-    bounds = (0, *itertools.accumulate((*widths, *filling(widths))))
+    bounds = (0, *itertools.accumulate(row_of([width(length) for length in lengths])))
     ids_t = torch.zeros(bounds[-1], dtype=torch.long)
     mask_t = torch.zeros(bounds[-1], dtype=torch.bool)
     for start, length, (ids, mask) in zip(bounds, lengths, examples, strict=False):  # nothing predicts a first token
