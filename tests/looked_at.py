@@ -11,6 +11,7 @@ from drawn import Drawn, peak
 from finefit import predict
 from finefit.build import load, rewritten
 from finefit.footprint import STEP
+from finefit.engines.world import Alone
 from finefit.ledger import Ledger
 from finefit.loop import optimizer_step
 from finefit.nn.optimizers import Optimizing
@@ -54,11 +55,11 @@ def _gather(run: Run, into: dict[str, Tensor]) -> None:
         p.register_post_accumulate_grad_hook(lambda p: appeared.update({names[p]: p.grad.clone()}))
     clip = run.clip
 
-    def seen(stepped: Sequence[nn.Parameter]) -> Tensor:
+    def seen(stepped: Sequence[nn.Parameter], world: Alone) -> Tensor:
         if not into:
             whole = {names[p]: one.grad.clone() for p, one in run.optimizer.stepped.items() if one.grad is not None}
             into.update(whole or appeared)
-        return clip(stepped)
+        return clip(stepped, world)
 
     run.clip = seen
 
@@ -184,9 +185,9 @@ def bytes_of(drawn: Drawn) -> Bytes:
     states: dict[str, int] = {}
     clip = run.clip
 
-    def seen(parameters: Sequence[nn.Parameter]) -> Tensor:
+    def seen(parameters: Sequence[nn.Parameter], world: Alone) -> Tensor:
         states.update(at_rest(run))
-        return clip(parameters)
+        return clip(parameters, world)
 
     run.clip = seen
     ledger, losses = Ledger(), []

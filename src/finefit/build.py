@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from . import models
+from .engines.world import Alone
 from .nn.optimizers import Optimizing
+from .parts import local, put
 from .run import Run, trainable
 from .techniques import Technique, in_order
 
 
 def build(
     config: Any, techniques: Sequence[Technique], fill: models.Fill, device: torch.device, optimizing: Optimizing,
-    seed: int = 0,
+    seed: int = 0, world: Alone | None = None,
 ) -> Run:  # fmt: skip
     """A run ready for its first micro-batch."""
-    run = rewritten(config, techniques, device)
+    run = rewritten(config, techniques, device, world)
     load(run, fill, seed)
     run.optimizer.begin(trainable(run.model), optimizing)
     return run
@@ -32,11 +34,16 @@ def load(run: Run, fill: models.Fill, seed: int = 0) -> None:
     reset_adapters(run.model, seed)
 
 
-def rewritten(config: Any, techniques: Sequence[Technique], device: torch.device) -> Run:
+def rewritten(
+    config: Any, techniques: Sequence[Technique], device: torch.device, world: Alone | None = None
+) -> Run:
     """The model on meta with all techniques applied; nothing has a storage yet."""
-    run = Run(models.on_meta(config), device)
-    for technique in in_order(tuple(techniques)):
+    run = Run(models.on_meta(config), device, world or Alone())
+    ordered = in_order(tuple(techniques))
+    for technique in ordered:
         technique.apply(run)
+    for technique in ordered:
+        technique.divide(run)
     return run
 
 
@@ -48,6 +55,6 @@ def reset_adapters(model: Any, seed: int) -> None:
             with torch.no_grad():
                 drawn = torch.empty(module.lora_A.shape)
                 torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
-                module.lora_A.copy_(drawn)
+                put(module.lora_A, drawn)
                 del drawn  # or it would be there while the next one is drawn
-                module.lora_B.zero_()
+                local(module.lora_B).zero_()

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .footprint import COMPONENTS
+from .parts import local
 from .scratch import is_mapped
 from .stream import Entry, Stream, block_of
 
@@ -66,6 +67,28 @@ class Ledger(Stream, TorchDispatchMode):
         for tensor in tensors:
             self.entries[self._see(tensor)].whole = True
 
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing(self._resize)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*raised)
+
+    def _resizing(self, resize: Any) -> Any:
+        """FSDP2 keeps the tensors it gathers into, and takes and frees their memory by the size of their storage."""
+
+        def resized(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            out, key = resize(storage, n_bytes), storage._cdata
+            if key in self._live:
+                self.died(self._live[key])
+                held = n_bytes if storage.device.type == self.device else 0
+                self._live[key] = self.born(Entry(held, 0, 0, (n_bytes,), 1, "temporary"))
+            return out
+
+        return resized
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -100,6 +123,7 @@ class Ledger(Stream, TorchDispatchMode):
         return True
 
     def _see(self, tensor: Tensor) -> int:
+        tensor = local(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -113,8 +137,7 @@ class Ledger(Stream, TorchDispatchMode):
         return index
 
     def _gone(self, key: int, index: int) -> None:
-        self._live.pop(key, None)
-        self.died(index)
+        self.died(self._live.pop(key, index))
 
 
 class NoLedger:

@@ -177,28 +177,31 @@ def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float
 
     NotFinite, and no update, where the loss or the norm is not finite (a loss scaler has its own way with that).
     """
-    labelled = sum(len(batch.label_l) for batch in batches)
+    mine = [sum(len(batch.label_l) for batch in batches), sum(batch.tokens for batch in batches)]
+    labelled, tokens = map(int, run.world.summed(mine))
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
     losses = []
     for run.doing.micro, batch in enumerate(batches):
         run.doing.moment = "forward_end"
+        run.optimizer.home.before(is_last=batch is batches[-1])
         loss = summed_loss(run, batch.to(run.device)) / labelled
         run.doing.moment = "backward_peak"
         run.scaler.scale(loss).backward()
         losses.append(loss.detach())
-    total = sum(loss.item() for loss in losses)  # only now: a device would be waited for between micro-batches
+    # Only now: a device would be waited for between micro-batches.
+    (total,) = run.world.summed([sum(loss.item() for loss in losses)])
     run.doing.moment = "optimizer_step"
     stepped = run.optimizer.gradients()
     run.scaler.unscale_(run.optimizer)
-    norm = run.clip(stepped).item()
+    norm = run.clip(stepped, run.world).item()
     if not (run.scaler.is_enabled() or math.isfinite(total + norm)):
-        raise NotFinite((total, norm, sum(batch.tokens for batch in batches), labelled))
+        raise NotFinite((total, norm, tokens, labelled))
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
     run.doing.step += 1
-    return total, norm, sum(batch.tokens for batch in batches), labelled
+    return total, norm, tokens, labelled
 
 
 def warmup_then_linear(peak: float, steps: int, warmup: float) -> Callable[[int], float]:

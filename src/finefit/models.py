@@ -20,6 +20,7 @@ from .errors import ModelError
 from .nn.arena import home_of
 from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
+from .parts import is_sharded
 from .nn.quantised_linear import QuantisedWeight
 from .nn.stores import Origin
 from .phases import MAPPED_AT_ONCE
@@ -168,12 +169,16 @@ def fill_from(folder: Path) -> Fill:
             if place.name not in weights:
                 continue
             whole = weights[place.name]
-            weight = whole if isinstance(whole, QuantisedWeight) else place.of(whole)
-            if weight.shape != tensor.shape:
-                shapes = f"{tuple(tensor.shape)} in the file, {tuple(weight.shape)} by config.json"
+            shape = whole.shape if isinstance(whole, QuantisedWeight) else place.shape_of(whole)
+            if shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)} in the file, {tuple(shape)} by config.json"
                 raise ModelError(f"{stored} is {shapes}", where=str(folder), hint="the files do not belong together")
             with torch.no_grad():
-                home.put(place.name, weight, tensor, origin)
+                if isinstance(whole, QuantisedWeight) or not is_sharded(whole):
+                    weight = whole if isinstance(whole, QuantisedWeight) else place.of(whole)
+                    home.put(place.name, weight, tensor, origin)
+                else:
+                    place.put(whole, tensor)
             left[place.name] -= tensor.numel()
             del tensor  # or it would be there until the next one is
         missing = [name for name in sorted(needed) if left[name] > 0]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .data.micro import width
+from .engines.world import Alone
 from .ledger import Ledger, NoLedger
 from .nn.attend import ATTENTION
 from .nn.chunked_loss import Logits
@@ -74,7 +75,8 @@ def padded(examples: Sequence[Example]) -> MicroBatch:
 
 def filled(row_l: Tensor) -> Tensor:
     """``row_r``: rows whose loss nobody asks for make products of ever new numbers of rows few (`data.micro.ALIGNMENT`)."""
-    return torch.cat((row_l, row_l[-1:].expand(width(len(row_l)) - len(row_l))))
+    last = row_l[-1:] if len(row_l) else row_l.new_zeros(1)
+    return torch.cat((row_l, last.expand(width(max(len(row_l), 1)) - len(row_l))))
 
 
 def one_by_one(lengths: Sequence[int]) -> list[list[int]]:
@@ -94,16 +96,22 @@ class Doing:
     """Which micro-batch of the step, from 0."""
 
 
+Forward = Callable[["Run", MicroBatch, Ledger | NoLedger], Tensor]
+"""A micro-batch through the model, to its summed loss."""
+
+
 @dataclass(slots=True)
 class Run:
     model: Any
     """A transformers model; its attributes differ by family, so it is typed where it is used."""
     device: torch.device
+    world: Alone = field(default_factory=Alone)
     split: Callable[[Sequence[int]], list[list[int]]] = one_by_one
     collate: Callable[[Sequence[Example]], MicroBatch] = padded
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward: "Forward" = field(default_factory=lambda: through)
     loss: Callable[[Any, Tensor, MicroBatch], Tensor] = plain_loss
-    clip: Callable[[Sequence[nn.Parameter]], Tensor] = global_norm
+    clip: Callable[[Sequence[nn.Parameter], Alone], Tensor] = global_norm
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     optimizer: Optimizer = field(default_factory=Optimizer)
     doing: Doing = field(default_factory=Doing)
@@ -131,11 +139,16 @@ def trainable(model: Any) -> list[nn.Parameter]:
 def summed_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
     """Forward of one micro-batch: fp32 sum of cross-entropy over its labelled tokens."""
     with run.context():
-        told = {"position_ids": batch.position_bs, "bounds": batch.bounds}
-        if run.model.config._attn_implementation != ATTENTION:
-            told = {}  # every row is one sequence, from its first position on
-        hidden = run.model.get_decoder()(input_ids=batch.ids_bs, use_cache=False, **told).last_hidden_state
-        (ledger or NoLedger()).mark("loss")
-        if run.doing.moment == "forward_end":
-            run.doing.moment = "loss"
-        return run.loss(run.model, hidden, batch)
+        return run.forward(run, batch, ledger or NoLedger())
+
+
+def through(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger) -> Tensor:
+    """The decoder, and the loss of what it gives."""
+    told = {"position_ids": batch.position_bs, "bounds": batch.bounds}
+    if run.model.config._attn_implementation != ATTENTION:
+        told = {}  # every row is one sequence, from its first position on
+    hidden = run.model.get_decoder()(input_ids=batch.ids_bs, use_cache=False, **told).last_hidden_state
+    ledger.mark("loss")
+    if run.doing.moment == "forward_end":
+        run.doing.moment = "loss"
+    return run.loss(run.model, hidden, batch)

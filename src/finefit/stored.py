@@ -9,14 +9,16 @@ alone and the older names, those of models that also see have a prefix. Its own 
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .catalog.folders import real_name
 from .errors import ModelError
+from .parts import local, put, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,18 @@ class Place:
             return part
         index, parts, dim = self.join
         return part.chunk(parts, dim)[index]
+
+    def shape_of(self, whole: Tensor) -> torch.Size:
+        return self.of(torch.empty(whole.shape, device="meta")).shape
+
+    def put(self, into: Tensor, stored: Tensor) -> None:
+        """Give a sharded tensor what it holds of the part."""
+        if self.expert is None:
+            put(into, stored)
+            return
+        start, stop = rows_of(into)
+        if start <= self.expert < stop:
+            replace(self, expert=self.expert - start).of(local(into)).copy_(stored)
 
 
 class Places:

@@ -132,9 +132,10 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
     """One optimizer step under the ledger: micro-batches, clip, update; the real code of the loop's parts."""
     own_state(run, batch, ledger)
     with ledger, block_marks(ledger, blocks_of(run.model)):
-        for _ in range(micro_steps):
+        for number in range(micro_steps):
             ledger.mark("forward before")
             run.doing.moment = "forward_end"
+            run.optimizer.home.before(is_last=number == micro_steps - 1)
             loss = summed_loss(run, batch, ledger) / 7
             ledger.mark("backward start")
             loss = run.scaler.scale(loss)
@@ -147,7 +148,7 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
         run.doing.moment = "optimizer_step"
         stepped = run.optimizer.gradients()
         run.scaler.unscale_(run.optimizer)
-        if not _is_finite(run.clip(stepped)):
+        if not _is_finite(run.clip(stepped, run.world)):
             for parameter in stepped:  # a rate of 0 times a nan is a nan; the step takes the same bytes without
                 if parameter.grad is not None:
                     parameter.grad.zero_()

@@ -168,7 +168,7 @@ def test_clipping_is_that_of_the_global_norm(max_norm):
     run = run_of((Clipping(max_norm), FusedLoss(16)))
     _, found = loss_and_gradients(run, [run.collate(examples_of((20, 9)))])
     norm = torch.cat([g.double().flatten() for g in found.values()]).norm()
-    assert run.clip(trainable(run.model)).item() == pytest.approx(norm.item(), rel=1e-6)
+    assert run.clip(trainable(run.model), run.world).item() == pytest.approx(norm.item(), rel=1e-6)
     factor = min(1.0, max_norm / norm.item())
     for name, p in run.model.named_parameters():
         assert relative_error(p.grad, found[name] * factor) <= 1e-5

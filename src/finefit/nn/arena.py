@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..parts import put
 from .quantised_linear import QuantisedWeight
 from .stores import Extent, Origin, Store, store_for
 
@@ -137,7 +138,10 @@ class Resident:
         return torch.empty_like(parameter, device=device)
 
     def put(self, name: str, weight: Weight, value: Tensor, origin: Origin | None = None) -> None:
-        weight.copy_(value)
+        if isinstance(weight, QuantisedWeight):
+            weight.copy_(value)
+        else:
+            put(weight, value)
 
 
 def home_of(model: Any) -> Arena | Resident:

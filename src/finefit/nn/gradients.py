@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..engines.world import Alone
 from ..scratch import is_mapped, let_go
 
 
-def global_norm(parameters: Sequence[Parameter]) -> Tensor:
-    """2-norm of all gradients together; changes none."""
+def global_norm(parameters: Sequence[Parameter], world: Alone) -> Tensor:
+    """2-norm of all gradients together, those of all ranks that have parts of them too; changes none."""
+    norm = _norm_here(parameters)
+    return world.total(norm.square_()).sqrt_() if world.size > 1 else norm
+
+
+def _norm_here(parameters: Sequence[Parameter]) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(map(is_mapped, gradients)):
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -23,9 +29,9 @@ def _norm(gradient: Tensor) -> Tensor:
     return norm
 
 
-def clip(parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+def clip(parameters: Sequence[Parameter], world: Alone, max_norm: float) -> Tensor:
     """Scale all gradients so that their common 2-norm is at most ``max_norm``; the norm before that is returned."""
-    norm = global_norm(parameters)
+    norm = global_norm(parameters, world)
     mapped = any(p.grad is not None and is_mapped(p.grad) for p in parameters)
     for some in [[p] for p in parameters] if mapped else [parameters]:
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)

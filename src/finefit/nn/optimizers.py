@@ -77,11 +77,17 @@ class Home:
         """What is stepped in place of a parameter of the model."""
         return parameter
 
+    def before(self, is_last: bool) -> None:
+        """A micro-batch begins, which is the step's last one or not."""
+
     def gather(self) -> None:
         """Wait until the gradients of all that is stepped are whole."""
 
     def back(self, parameters: Sequence[Parameter]) -> None:
         """Give the model what was stepped."""
+
+    def over(self) -> None:
+        """All is stepped."""
 
     def cleared(self) -> None:
         """The gradients are used up."""
@@ -129,7 +135,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def has_updated(self, parameter: Parameter) -> bool:
         """Whether a parameter of the model has had a gradient that it was stepped by."""
-        return self.stepped.get(parameter) in self.updated
+        one = self.stepped.get(parameter)
+        return one in self.updated or (one is not None and not one.numel())  # another rank has its rows
 
     def gradients(self) -> list[Parameter]:
         """What has a gradient to clip and to step by, when backward is over."""
@@ -143,9 +150,10 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for some in _batches([p for p in group["params"] if p.grad is not None], self.at_once):
+            for some in _batches([p for p in group["params"] if p.grad is not None and p.numel()], self.at_once):
                 self.update(group, some)
                 self.home.back(some)
+        self.home.over()
 
     def update(self, group: Mapping[str, Any], parameters: Sequence[Parameter]) -> None:
         """One step of some parameters of a group."""

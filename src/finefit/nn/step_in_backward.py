@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..engines.world import Alone
 from .optimizers import Optimizer, States
 
 
@@ -68,7 +69,7 @@ class StepInBackward:
             self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         return self.groups[parameter]
 
-    def norm(self, parameters: Sequence[Parameter]) -> Tensor:
+    def norm(self, parameters: Sequence[Parameter], world: Alone) -> Tensor:
         """2-norm of all gradients since the last call."""
         norm = self.total.clone()
         self.total.zero_()

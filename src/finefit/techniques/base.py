@@ -34,7 +34,11 @@ class Technique:
         return layout
 
     def apply(self, run: "Run") -> None:
+        """Change the model, which is on meta, and the run's slots."""
         raise AssertionError(f"{self.name} has no real half")
+
+    def divide(self, run: "Run") -> None:
+        """Divide among the ranks what all techniques together have made of the model."""
 
     def describe(self) -> str:
         raise AssertionError(f"{self.name} does not say what it does")

@@ -5,9 +5,14 @@ gradients themselves (``gradient_as_bucket_view``), so nothing is held twice.
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..layout import Layout
-from .base import Technique
+from .base import NotAsPlanned, Technique
+
+if TYPE_CHECKING:
+    from ..ledger import Ledger
+    from ..run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,5 +25,17 @@ class DataParallel(Technique):
     def rewrite(self, layout: Layout) -> Layout:
         return replace(layout, mesh=replace(layout.mesh, replicas=self.ranks))
 
+    def apply(self, run: "Run") -> None:
+        from ..nn.reduced import Replicated
+
+        run.optimizer.home = Replicated(run.world.group("replicas"))
+
     def describe(self) -> str:
         return f"{self.ranks} times the same, each with examples of its own; gradients are summed once a step"
+
+    def setting(self) -> str:
+        return str(self.ranks)
+
+    def verify(self, run: "Run", ledger: "Ledger") -> None:
+        if (ranks := run.world.mesh.replicas) != self.ranks:
+            raise NotAsPlanned(f"data_parallel: {ranks} replicas run, not {self.ranks}")

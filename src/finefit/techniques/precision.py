@@ -66,7 +66,7 @@ class Precision(Technique):
         if self.kind.endswith("_mixed"):
             run.context = lambda: torch.autocast(kind, dtype=half)
         if self.is_half:
-            run.scaler = Scaler(kind)
+            run.scaler = Scaler(kind, run.world)
             run.scaler.scale(torch.zeros((), device=run.device))  # its two numbers are there from now on
 
     def describe(self) -> str:

@@ -8,10 +8,14 @@ block's gradients are whole until they are reduced after its backward. Stage 2 g
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..layout import Layout
-from .base import Technique, Unsuitable
+from .base import NotAsPlanned, Technique, Unsuitable
+
+if TYPE_CHECKING:
+    from ..ledger import Ledger
+    from ..run import Run
 
 _SAYS = {
     1: "optimizer states",
@@ -36,6 +40,37 @@ class Zero(Technique):
             graph = tuple("bf16" if word == "bf16_mixed" else word for word in graph)
         return replace(layout, graph=graph, mesh=replace(layout.mesh, shards=self.ranks, stage=self.stage))
 
+    def apply(self, run: "Run") -> None:
+        from ..nn.reduced import RowsStepped
+
+        if self.stage == 1:
+            run.optimizer.home = RowsStepped(run.world.group("shards"))
+            run.world.parts.append("shards")
+
+    def divide(self, run: "Run") -> None:
+        from ..nn.sharded import shard
+
+        if self.stage == 1:
+            return
+        mesh = run.world.along("replicas", "shards") if run.world.mesh.replicas > 1 else run.world.along("shards")
+        shard(run, mesh, keeps_whole=self.stage == 2)
+
     def describe(self) -> str:
         after = "" if self.stage < 3 else "; a block's weights are gathered while it runs"
         return f"{_SAYS[self.stage]} divided among {self.ranks} ranks{after}"
+
+    def setting(self) -> str:
+        return str(self.stage)
+
+    def verify(self, run: "Run", ledger: "Ledger") -> None:
+        """That engines take what they are told is not a matter of course: on a CPU some train replicas without a word."""
+        from ..parts import is_sharded
+
+        if (ranks := run.world.mesh.shards) != self.ranks:
+            raise NotAsPlanned(f"zero: {ranks} ranks share, not {self.ranks}")
+        whole = [name for name, p in run.model.named_parameters() if self.stage > 1 and not is_sharded(p)]
+        if whole := [name for name in whole if ".tables." not in name]:
+            raise NotAsPlanned(f"zero: {len(whole)} weights are whole on each rank: {whole[:3]}")
+        stepped = sum(one.numel() for one in run.optimizer.state)
+        if stepped > sum(-(-p.shape[0] // self.ranks) * p[0].numel() for p in run.optimizer.stepped if p.dim()):
+            raise NotAsPlanned(f"zero: a rank steps {stepped} elements, more than its share")

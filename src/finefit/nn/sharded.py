@@ -1,0 +1,99 @@
+"""Weights, gradients and states in shards among ranks, by FSDP2 (torch's ``fully_shard``): a unit a block, one for all else.
+
+The model is sharded on meta, so no rank ever holds it whole: shards are given storage, and then their values. All that is
+read outside the blocks (embedding, last norm, the head that the loss multiplies with by itself) is gathered by a module
+around the model, whose forward is the step's. Gradients are summed, not averaged: the loss is already a part of the whole
+global batch's. What is stepped are the shards as plain tensors, so that any rule of an optimizer takes them.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import Parameter
+
+from ..run import Run, blocks_of, through
+from .blockwise import Tables
+from .optimizers import Home
+from ..parts import local
+
+
+class Whole(nn.Module):
+    """Around a model: its forward is that of a step, with the loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Tensor:
+        return through(*args)
+
+
+def shard(run: Run, mesh: DeviceMesh, keeps_whole: bool) -> None:
+    """``keeps_whole``: blocks stay gathered from their forward to the end of backward. ``mesh``: (shards,), or (replicas,
+    shards)."""
+    half, kind = None, run.device.type
+    with run.context():
+        if torch.is_autocast_enabled(kind):
+            half = torch.get_autocast_dtype(kind)
+    if half:
+        run.context = nullcontext  # what is gathered is cast, nothing else
+    policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+    tables = {p for m in run.model.modules() if isinstance(m, Tables) for p in m.parameters()}
+    for block in blocks_of(run.model):
+        fully_shard(
+            block, mesh=mesh, reshard_after_forward=not keeps_whole, mp_policy=policy, ignored_params=tables
+        )
+    root: Any = fully_shard(Whole(run.model), mesh=mesh, mp_policy=policy, ignored_params=tables)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    run.optimizer.home = Shards(root, keeps_whole)
+    run.forward = _Through(root)
+    run.world.lockstep = True
+    run.world.parts.append("shards")
+
+
+class _Through:
+    """A step's forward by the module around the model; without a backward to come, what was gathered is let go of."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def __call__(self, *args: Any) -> Tensor:
+        total: Tensor = self.root(*args)
+        if not torch.is_grad_enabled():
+            for module in self.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return total
+
+
+class Shards(Home):
+    """What is stepped of each parameter is this rank's shard."""
+
+    def __init__(self, root: Any, keeps_whole: bool) -> None:
+        self.root, self.keeps_whole = root, keeps_whole
+        self.shards: dict[Parameter, Parameter] = {}
+
+    def of(self, parameter: Parameter) -> Parameter:
+        if not self.shards:  # shorter shards are padded once, which is not to happen when they are stepped already
+            self.root.unshard()
+            self.root.reshard()
+        return self.shards.setdefault(parameter, Parameter(local(parameter.detach()), requires_grad=False))
+
+    def before(self, is_last: bool) -> None:
+        if self.keeps_whole:
+            self.root.set_reshard_after_backward(is_last)
+
+    def gather(self) -> None:
+        for parameter, own in self.shards.items():
+            own.grad = None if parameter.grad is None else local(parameter.grad)
+
+    def cleared(self) -> None:
+        for parameter in self.shards:
+            parameter.grad = None
