@@ -34,9 +34,7 @@ def load(run: Run, fill: models.Fill, seed: int = 0) -> None:
     reset_adapters(run.model, seed)
 
 
-def rewritten(
-    config: Any, techniques: Sequence[Technique], device: torch.device, world: Alone | None = None
-) -> Run:
+def rewritten(config: Any, techniques: Sequence[Technique], device: torch.device, world: Alone | None = None) -> Run:
     """The model on meta with all techniques applied; nothing has a storage yet."""
     run = Run(models.on_meta(config), device, world or Alone())
     ordered = in_order(tuple(techniques))

@@ -104,6 +104,11 @@ class Divided:
         self.last = f"backward {traced_blocks(layout)[-1][0]}"
         whole = sums.trained
         fresh = layout.micro_steps == 1
+        # The last block's buffer is let go of when the forward of all is over. Of stage 2 only a step's first micro-batch
+        # gathers, before there are gradients.
+        self.lets_go = self.stage == 2 and mesh.stages == 1
+        """Of blocks that stay gathered until backward, as that is through with them."""
+        self.waiting = self.block if fresh or self.stage == 3 else max(self.block - fixed["gradient"], 0)
         self.kept = (fixed["gradient"] / whole if fresh else 0.0) if self.reduces and whole else 1.0
         width = layout.element_bytes
         rows = layout.micro.tokens * layout.model.hidden_size * width
@@ -114,8 +119,10 @@ class Divided:
         of_block = name[-1].isdigit()
         if name == "backward 0":
             self._embedding(end, top)
-        if of_block and name.startswith("backward") and "gradient" in end:
-            end["gradient"] = round(end["gradient"] * self.kept)
+        if of_block and name.startswith("backward"):
+            if "gradient" in end:
+                end["gradient"] = round(end["gradient"] * self.kept)
+            _add(end, "temporary", -self.block * self.lets_go)
         if self.tensor > 1:
             self._gather_rows(name, kind, end, top)
         if held := self._held(name, of_block):
@@ -131,6 +138,11 @@ class Divided:
             there = table
             _add(end, "gradient", -table)
         _add(top, "gradient", -min(there, top.get("gradient", 0)))
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of blocks that are whole when backward begins, and are let go of one by one."""
+        return self.depth * self.block * self.lets_go
 
     def share(self, parts: Mapping[str, int]) -> dict[str, int]:
         """A tensor-parallel rank's part of bytes by component; what is taken away is cut like what was added."""
@@ -153,14 +165,18 @@ class Divided:
         if not self.reduces or name == "optimizer":
             return 0
         backward = name.startswith("backward")
-        if self.stage == 2:
-            whole = self.depth + (of_block and not backward)  # what is gathered is copied out
+        if backward and self.lets_go:
+            whole = 0  # they are reckoned with as they are let go of
+        elif backward and self.stage == 3:
+            whole = min(2, self.depth) * of_block * self.block
+        elif of_block or name.endswith(("after", "loss")):  # what is gathered is copied out
+            whole = (self.depth if self.stage == 2 else of_block) * self.block + self.waiting
         else:
-            whole = min(2, self.depth) * of_block
+            whole = (self.stage == 2) * self.depth * self.block
         follows = (
             of_block and backward and name != self.last
         )  # nothing is reduced before the last block, which is first
-        return self.outer + whole * self.block + self.reduced * follows
+        return self.outer + whole + self.reduced * follows
 
 
 def _add(parts: dict[str, int], component: str, n_bytes: int) -> None:

@@ -33,8 +33,8 @@ class Spread:
     units: Literal["apart", "mixed"] = "apart"
     """FSDP 1: frozen and trained weights have units of their own, or share the flat parameter of a block, whose
     gradient is of all of it (``use_orig_params`` without a policy for adapters)."""
-    stays: Literal["", "last", "all"] = ""
-    """The blocks that are not let go between their forward and their backward."""
+    stays: Literal["", "last", "all", "step"] = ""
+    """The blocks that are not let go between their forward and their backward; step: nor before the next micro-step."""
     micro_batches: int = 1
     """A pipeline's, each of ``micro_batch_size`` rows."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"

@@ -179,6 +179,8 @@ class _Walk:
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 8 * (2 * tokens + width(labelled) + labelled)}
         if layout.micro_steps == 1:
             self.live["gradient"] = 0
+        self.turned = False
+        """Whether backward has begun."""
         self.best: dict[str, dict[str, int]] = {}
         self.highest: dict[str, int] = {}  # bytes of each of them together
         self.tables: dict[str, Mapping[str, Section]] = {}
@@ -232,9 +234,10 @@ class _Walk:
 
     def _turn(self, name: str) -> None:
         """Where backward begins in a pipeline others are in flight; where it ends only shards of gradients are left."""
-        if name.startswith("backward") and self.part.in_flight > 1:
+        if name.startswith("backward") and not self.turned:
+            self.turned = True
             self.live["activation"] *= self.part.in_flight
-            self.part = replace(self.part, in_flight=1)
+            self.live["temporary"] += self.divided.gathered if self.divided else 0
         if name == "optimizer":
             self.live["gradient"] = self.fixed["gradient"]
 

@@ -51,7 +51,7 @@ def run_of_mesh(techniques: Sequence[Technique], micro: Micro) -> ForeignRun:
     masters = full and sharded and kind == "bf16_mixed"
     spread = Spread(
         mesh.data, mesh.tensor, mesh.stages, shard_stage=3 if sharded else mesh.stage, shards=mesh.shards,
-        engine="fsdp2" if sharded else "", reduce_dtype="float32", stays="all" if mesh.stage == 2 else "",
+        engine="fsdp2" if sharded else "", reduce_dtype="float32", stays="step" if mesh.stage == 2 else "",
         micro_batches=steps,
     )  # fmt: skip
     return ForeignRun(

@@ -25,6 +25,7 @@ from .sharding import BYTES, GATHER, REDUCE, Buckets, Rank, padded_share
 from .stream import Entry, Stream, block_of
 
 ROOT = -1
+_STEPPED = 2  # micro-steps of a plan's step that are simulated
 _IN_FLIGHT = 2
 """``_limiter_utils.py``: a gather waits for the last but one of the units that were let go."""
 LOSS_OUTSIDE = ("torchtitan", "torchtune", "litgpt", "lit_gpt")
@@ -77,7 +78,7 @@ class Gathering(Rank):
 
     def resharded(self, unit: int) -> None:
         stays = self.run.spread.stays
-        if unit >= 0 and stays != "all" and not (unit == self.depth - 1 and stays == "last"):
+        if unit >= 0 and stays not in ("all", "step") and not (unit == self.depth - 1 and stays == "last"):
             self.release(f"unit {unit}")
 
 
@@ -123,7 +124,8 @@ class Units(Gathering):
             if block is not None:
                 self.unshard(block)
         elif name in ("loss", "backward start"):
-            self.release_all("gathered")
+            if name == "backward start" or self.run.tool in LOSS_OUTSIDE:  # the model's forward is over
+                self.release_all("gathered")
             self.resharded(self.depth - 1)
             if name != "loss" and self.run.tool not in LOSS_OUTSIDE:
                 self.ready(self.depth - 1)
@@ -150,6 +152,14 @@ class Units(Gathering):
             return False
         return run.longest_first if not self.steady else self.micro < min(run.accumulation, 3) - 1
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether what is gathered is not let go of after this micro-step's backward."""
+        run = self.run
+        if run.spread.stays == "step":
+            return self.micro < min(run.accumulation, _STEPPED) - 1
+        return self.waits and run.spread.stays == "all"
+
     def copy(self, name: str, events: list[tuple[int, int]]) -> None:
         for entry, sign in events:
             old = self.old.entries[entry]
@@ -172,7 +182,7 @@ class Units(Gathering):
         if unit is None:
             return
         self.reduce(unit)
-        if not (self.waits and self.run.spread.stays == "all"):
+        if not self.stays_whole:
             self.release(f"unit {unit}")
 
     def finish(self) -> None:
@@ -180,7 +190,7 @@ class Units(Gathering):
         self.post_backward()
         self.release_all("gathered")
         self.reduce(ROOT)
-        if not (self.waits and self.run.spread.stays == "all"):
+        if not self.stays_whole:
             self.release_all("unit")
         self.release("reducing")
 
@@ -212,7 +222,7 @@ class Units(Gathering):
     def reduce(self, unit: int) -> None:
         """Whole gradients of the unit become shards, or stay."""
         n_bytes = self.trained_bytes(unit)
-        if not (self.waits and self.run.spread.stays == "all"):
+        if not self.stays_whole:
             self.release(f"unit {unit}")
         if self.waiting(unit):
             self._widened(unit)

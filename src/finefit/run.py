@@ -8,7 +8,7 @@ Shapes: B rows, S columns, T = B·S tokens, L labelled tokens, R = width(L), h h
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -77,6 +77,14 @@ def filled(row_l: Tensor) -> Tensor:
     """``row_r``: rows whose loss nobody asks for make products of ever new numbers of rows few (`data.micro.ALIGNMENT`)."""
     last = row_l[-1:] if len(row_l) else row_l.new_zeros(1)
     return torch.cat((row_l, last.expand(width(max(len(row_l), 1)) - len(row_l))))
+
+
+def of_share(run: "Run", examples: Sequence[Example], group: Sequence[int]) -> MicroBatch:
+    """A micro-batch of a rank's; where it has none left while others do, one that nothing is learnt from."""
+    if group:
+        return run.collate([examples[i] for i in group])
+    ids, mask = min(examples, key=lambda example: len(example[0]))
+    return replace(run.collate([(ids, [0] * len(mask))]), tokens=0)
 
 
 def one_by_one(lengths: Sequence[int]) -> list[list[int]]:

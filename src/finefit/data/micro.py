@@ -5,7 +5,7 @@ at most 11/9 of the fewest possible, and one (Dósa 2007). Deterministic, so a r
 Declined: cutting an example in two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 ALIGNMENT = 16
 """An example starts at a multiple of 16 tokens. Ever new lengths mean ever new kernels, compiled and kept by the library
@@ -46,3 +46,25 @@ def split(lengths: Sequence[int], max_sequences: int, max_tokens: int) -> list[l
             groups.append([position])
             room.append(max_tokens - taken)
     return groups
+
+
+Split = Callable[[Sequence[int]], list[list[int]]]
+
+
+def shared_out(lengths: Sequence[int], split: Split, ranks: int, as_many: bool) -> list[list[list[int]]]:
+    """Of each of ``ranks`` its micro-batches: positions in ``lengths``, every ``ranks``-th of them split by itself.
+
+    ``as_many``: all get the same number of micro-batches. Whoever has fewer halves those with most examples, and has
+    empty ones where there are none left to halve.
+    """
+    shares = [range(rank, len(lengths), ranks) for rank in range(ranks)]
+    made = [[[share[i] for i in group] for group in split([lengths[i] for i in share])] for share in shares]
+    most = max(map(len, made)) if as_many else 0
+    for groups in made:
+        while len(groups) < most:
+            largest = max(range(len(groups)), key=lambda i: len(groups[i])) if groups else 0
+            half = len(groups[largest]) // 2 if groups else 0
+            groups.append(groups[largest][half:] if half else [])
+            if half:
+                groups[largest] = groups[largest][:half]
+    return made

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..parts import is_sharded, put
 from .blockwise import BLOCK, GRIDS, GROUP, SCALES, Tables
 
 
@@ -30,7 +31,7 @@ class QuantisedWeight(nn.Module):
         self.blocks = -(-weight.numel() // BLOCK)
         codes = torch.empty(self.blocks * sum(self.grid.planes), dtype=self.grid.dtype, device=weight.device)
         self.codes = nn.Parameter(codes, requires_grad=False)
-        self.scales = SCALES[scales](self.blocks, weight.device)
+        self.form, self.scales = scales, SCALES[scales](self.blocks, weight.device)
         self.tables = tables
 
     @property
@@ -57,12 +58,22 @@ class QuantisedWeight(nn.Module):
 
     @torch.no_grad()
     def copy_(self, weight_oi: Tensor) -> None:
-        """Quantise ``weight_oi``, of any floating type."""
+        """Quantise ``weight_oi``, of any floating type; whole, where this rank keeps a shard of what comes of it."""
+        if is_sharded(self.codes):
+            whole = QuantisedWeight(weight_oi, self.bits, self.form, self.step * BLOCK, self.tables)
+            whole.copy_(weight_oi)
+            for own, value in zip(self._own(), whole._own(), strict=True):
+                put(own, value)
+            return
         x_n = weight_oi.to(self.device).reshape(-1)
         scale_b = torch.empty(self.blocks, dtype=torch.float32, device=self.device)
         for start in range(0, self.blocks, self.step):
             self._encode(x_n, scale_b, start)
         self.scales.put(scale_b)
+
+    def _own(self) -> list[Tensor]:
+        """Its codes and scales, without the tables."""
+        return [self.codes, *self.scales.parameters()]
 
     def _encode(self, x_n: Tensor, scale_b: Tensor, start: int) -> None:
         part_n = x_n[start * BLOCK : (start + self.step) * BLOCK].float()

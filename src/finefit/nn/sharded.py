@@ -42,12 +42,11 @@ def shard(run: Run, mesh: DeviceMesh, keeps_whole: bool) -> None:
     if half:
         run.context = nullcontext  # what is gathered is cast, nothing else
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
-    tables = {p for m in run.model.modules() if isinstance(m, Tables) for p in m.parameters()}
+    whole = {p for m in run.model.modules() if isinstance(m, Tables) for p in m.parameters()}
+    whole |= {p for p in run.model.parameters() if not p.dim()}
     for block in blocks_of(run.model):
-        fully_shard(
-            block, mesh=mesh, reshard_after_forward=not keeps_whole, mp_policy=policy, ignored_params=tables
-        )
-    root: Any = fully_shard(Whole(run.model), mesh=mesh, mp_policy=policy, ignored_params=tables)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keeps_whole, mp_policy=policy, ignored_params=whole)
+    root: Any = fully_shard(Whole(run.model), mesh=mesh, mp_policy=policy, ignored_params=whole)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
