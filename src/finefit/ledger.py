@@ -69,11 +69,11 @@ class Ledger(Stream, TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing(self._resize)
+        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*raised)
 
     def _resizing(self, resize: Any) -> Any:

@@ -20,9 +20,9 @@ from .errors import ModelError
 from .nn.arena import home_of
 from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
-from .parts import is_sharded
 from .nn.quantised_linear import QuantisedWeight
 from .nn.stores import Origin
+from .parts import is_sharded
 from .phases import MAPPED_AT_ONCE
 from .stored import Places, portions, starts
 

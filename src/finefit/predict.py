@@ -9,7 +9,6 @@ Symbols: as in ``poly``.
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from . import phases, recompute
 from .coefficients import evaluation_is_traced, sections_for

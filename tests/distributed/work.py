@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+
 from finefit import loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite

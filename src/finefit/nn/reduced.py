@@ -18,7 +18,6 @@ from torch.nn import Parameter
 
 from .optimizers import Home
 
-
 # torch 2.13's name, and that of 2.11
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

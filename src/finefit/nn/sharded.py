@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
+from ..parts import local
 from ..run import Run, blocks_of, through
 from .blockwise import Tables
 from .optimizers import Home
-from ..parts import local
 
 
 class Whole(nn.Module):
