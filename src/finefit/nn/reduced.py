@@ -9,6 +9,7 @@ With ``ZeRO-1`` (arXiv:1910.02054, section 5.1) a rank has the optimizer's state
 stepped is gathered by all.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class RowsStepped(Replicated):
         ranks = dist.get_world_size(self.group)
         each = -(-whole.shape[0] // ranks)
         starts = [min(rank * each, whole.shape[0]) for rank in range(ranks + 1)]
-        return [whole[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        return [whole[a:b] for a, b in itertools.pairwise(starts)]
 
     def gather(self) -> None:
         super().gather()
