@@ -79,8 +79,9 @@ class _Sums:
 
 @functools.lru_cache(maxsize=1024)
 def _sums(groups: tuple[ParamGroup, ...], cast: bool) -> _Sums:
-    inside = [(g, _computed(g, cast)) for g in groups if _is_block(g)]
-    outer = [(g, _computed(g, cast)) for g in groups if not _is_block(g)]
+    gathered = [(g, _computed(g, cast)) for g in groups if not g.is_whole]
+    inside = [(g, n) for g, n in gathered if _is_block(g)]
+    outer = [(g, n) for g, n in gathered if not _is_block(g)]
     gradients = sum(n for g, n in inside if g.trainable)
     return _Sums(
         sum(n for _, n in inside), sum(n for _, n in outer), gradients,

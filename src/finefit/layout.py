@@ -34,8 +34,15 @@ class ParamGroup:
     is_island: bool = False
     """Whether it computes in fp32 where the others do in fewer bits."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it: single numbers, and tables that the weights of all blocks share."""
+        return self.numel == 1 or self.name.startswith("tables.")
+
     def shard(self, ranks: int) -> int:
         """Elements of the largest of ``ranks`` shards of one tensor."""
+        if self.is_whole:
+            return self.numel
         rows = self.rows or self.numel
         return -(-rows // ranks) * (self.numel // rows)
 

@@ -65,8 +65,8 @@ def weights_of(run):
 
 def bytes_at_rest(run):
     def of(tensors):
-        storages = [local(t).untyped_storage() for t in tensors if local(t).numel()]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        storages = [local(t).untyped_storage() for t in tensors]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
 
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
     return {

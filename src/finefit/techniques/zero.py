@@ -68,8 +68,8 @@ class Zero(Technique):
 
         if (ranks := run.world.mesh.shards) != self.ranks:
             raise NotAsPlanned(f"zero: {ranks} ranks share, not {self.ranks}")
-        whole = [name for name, p in run.model.named_parameters() if self.stage > 1 and not is_sharded(p)]
-        if whole := [name for name in whole if ".tables." not in name]:
+        named = [(name, p) for name, p in run.model.named_parameters() if p.dim() and ".tables." not in name]
+        if whole := [name for name, p in named if self.stage > 1 and not is_sharded(p)]:
             raise NotAsPlanned(f"zero: {len(whole)} weights are whole on each rank: {whole[:3]}")
         stepped = sum(one.numel() for one in run.optimizer.state)
         if stepped > sum(-(-p.shape[0] // self.ranks) * p[0].numel() for p in run.optimizer.stepped if p.dim()):
