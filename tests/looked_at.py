@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawn import Drawn, peak
 from finefit import predict
 from finefit.build import load, rewritten
-from finefit.engines.world import Alone
+from finefit.engines.alone import Alone
 from finefit.footprint import STEP
 from finefit.ledger import Ledger
 from finefit.loop import optimizer_step

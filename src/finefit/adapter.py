@@ -53,13 +53,21 @@ def adapter_config(model: torch.nn.Module, base: str) -> dict[str, Any]:
 
 def save_trained(model: Any, folder: Path, base: str) -> None:
     """The adapter (two files) or, without adapters, the model (weights and config) into ``folder``."""
-    tensors = adapter_tensors(model)
-    if tensors:
-        write_tensors(folder / ADAPTER, tensors)
+    write_tensors(folder / name_of(model), trained_tensors(model))
+    save_config(model, folder, base)
+
+
+def name_of(model: torch.nn.Module) -> str:
+    """Of the file that ``save_trained`` writes tensors to."""
+    return ADAPTER if adapter_tensors(model) else MODEL
+
+
+def save_config(model: Any, folder: Path, base: str) -> None:
+    """What says of what the tensors are."""
+    if adapter_tensors(model):
         text = json.dumps(adapter_config(model, base), indent=2)
         write_atomically(folder / ADAPTER_CONFIG, text.encode())
         return
-    write_tensors(folder / MODEL, model_tensors(model))
     config = model.config.to_dict()
     config.pop("_attn_implementation", None)
     config["use_cache"] = True
@@ -89,20 +97,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     write_pieces(path, described, lambda name: (tensors[name],))
 
 
-def write_pieces(path: Path, described: Described, pieces: Callable[[str], Iterable[Tensor]]) -> None:
+def write_pieces(
+    path: Path,
+    described: Described,
+    pieces: Callable[[str], Iterable[Tensor]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """The same of tensors that come as pieces, in the order of their elements; no piece outlives its writing."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         # Wide types first, as the library's own files have it, so that every tensor begins at a multiple of its width.
         names = sorted(described, key=lambda name: (-described[name][0].itemsize, name))
-        file.write(_header({name: described[name] for name in names}))
+        file.write(_header({name: described[name] for name in names}, metadata or {}))
         for name in names:
             file.writelines(map(_raw, pieces(name)))
     _reopen(path, described)
 
 
-def _header(described: Described) -> bytes:
+def _header(described: Described, metadata: Mapping[str, str]) -> bytes:
     """Its length in 8 bytes, then JSON of each tensor's type, shape and place, filled up to a multiple of 8."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, (dtype, shape) in described.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize

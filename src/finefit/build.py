@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import models
-from .engines.world import Alone
+from .engines.alone import Alone
 from .nn.optimizers import Optimizing
 from .parts import local, put
 from .run import Run, trainable

@@ -16,7 +16,7 @@ from .footprint import Footprint
 from .ladder import Rung
 from .layout import Layout, Micro, layout_of
 from .mesh import Mesh
-from .meshes import fewest_ranks, meshes, techniques_of_mesh
+from .meshes import DEGREES, fewest_ranks, meshes, techniques_of_mesh
 from .predict import footprint
 from .spec import CheckpointingKind, HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
@@ -121,7 +121,7 @@ class Question:
 def over_devices(question: Question) -> Iterator[Question]:
     """The question once for each way to divide it over the devices that suits the model."""
     found, why = 0, None
-    for mesh in meshes(question.hardware, question.job.global_batch_size):
+    for mesh in _wished(question):
         asked = question.over(mesh)
         try:
             size, tokens = next(splits(asked))
@@ -134,6 +134,20 @@ def over_devices(question: Question) -> Iterator[Question]:
         yield asked
     if not found:
         raise why or _indivisible(question)
+
+
+def _wished(question: Question) -> Iterator[Mesh]:
+    """The ways to divide it that are as the user said; ConfigError where there are some, and none of them is."""
+    said = {key: int(word) for key in DEGREES if (word := question.job.pin(key)) is not None}
+    if question.hardware.count == 1:
+        said.pop("zero", None)  # shared out among one, everything is as it is
+    found = list(meshes(question.hardware, question.job.global_batch_size))
+    kept = [mesh for mesh in found if all(getattr(mesh, DEGREES[key]) == degree for key, degree in said.items())]
+    if found and not kept:
+        words = ", ".join(f"memory.{key}={degree}" for key, degree in said.items())
+        there = "; ".join(dict.fromkeys(mesh.says() for mesh in found[:8]))
+        raise ConfigError(f"{question.hardware.says} cannot be divided so: {words}", hint=f"there are: {there}")
+    yield from kept
 
 
 def _indivisible(question: Question) -> ConfigError:

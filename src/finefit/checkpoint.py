@@ -10,20 +10,24 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .adapter import load_trained, read_tensors, save_trained, trained_tensors, write_tensors
+from .adapter import ADAPTER, MODEL, name_of, read_tensors, save_config, save_trained, trained_tensors, write_tensors
 from .errors import CheckpointError
 from .files import replacing_folder, write_atomically
+from .parted import join, n_bytes, optimizer_parts, read, trained_parts, write
 from .run import Run
 from .stored import starts
 from .units import format_bytes
 
 MANIFEST = "manifest.json"
+TRAINED, OPTIMIZER = "trained", "optimizer"
+"""Folders of a checkpoint that several ranks wrote, and kinds of tensors."""
 
 
 def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path, int]:
@@ -31,6 +35,8 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
 
     CheckpointError where the disk does not take it: earlier ones are untouched then.
     """
+    if run.world.size > 1:
+        return _save_together(run, step, folder, base, keep)
     final, states = folder / f"step-{step:06d}", _optimizer_tensors(run)
     written = (*trained_tensors(run.model).values(), *states.values())
     try:
@@ -41,20 +47,89 @@ def save(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path,
                 write_tensors(building / "optimizer.safetensors", states)
             write_tensors(building / "random.safetensors", generators(run.device))
             write_atomically(building / "state.json", json.dumps(_state(run, step)).encode())
-            sums = {path.name: _sha256(path) for path in sorted(building.iterdir())}
-            write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
-            shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        n_bytes = sum(path.stat().st_size for path in final.iterdir())
+            _seal(building, final)
     except (OSError, CheckpointError) as error:
-        cause = error.__cause__ if isinstance(error, CheckpointError) else error
-        reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
-        hint = "free some disk space, or see that the disk is there; the newest one before it is untouched"
-        raise CheckpointError(
-            f"the checkpoint of step {step} was not written: {reason}", where=str(final), hint=hint
-        ) from (cause or error)
+        raise _not_written(step, final, error) from (_cause(error) or error)
+    _clear(folder, final, step, keep)
+    return final, _size(final)
+
+
+def _save_together(run: Run, step: int, folder: Path, base: str, keep: int) -> tuple[Path, int]:
+    """The same of a run on several ranks: each writes what it holds, the first one makes the folder and names it last.
+
+    What goes wrong on one rank goes wrong on all, at the same place."""
+    world, final = run.world, folder / f"step-{step:06d}"
+    parts = {TRAINED: trained_parts(run), OPTIMIZER: optimizer_parts(run)}
+    (needed,) = world.summed([sum(map(n_bytes, parts.values()))])
+    with ExitStack() as stack:
+        wrong: OSError | CheckpointError | None = None
+        building = None
+        try:
+            if world.is_first:
+                _make_room(folder, final, keep, int(needed))
+                building = stack.enter_context(replacing_folder(final))
+        except OSError as error:
+            wrong = error
+        building = world.told(building)
+        try:
+            if building:
+                _write_parts(run, building, parts)
+                if world.is_first:
+                    save_config(run.model, building, base)
+                    write_atomically(building / "state.json", json.dumps(_state(run, step)).encode())
+        except (OSError, CheckpointError) as error:
+            wrong = error
+        all_there = not world.any(wrong is not None)
+        try:
+            if all_there and world.is_first:
+                _seal(building, final)
+                stack.close()  # it has its name now
+        except (OSError, CheckpointError) as error:
+            wrong = error
+        if world.any(wrong is not None):
+            why = wrong or CheckpointError("another rank could not write its part")
+            raise _not_written(step, final, why) from why
+    if world.is_first:
+        _clear(folder, final, step, keep)
+    world.wait()
+    return final, _size(final)
+
+
+def _write_parts(run: Run, building: Path, parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """A file a rank of each kind, named as torch's distributed checkpoints of this layout are."""
+    number = f"shard-{run.world.rank + 1:05d}-model-00001-of-00001.safetensors"
+    for kind, held in parts.items():
+        (building / kind).mkdir(exist_ok=True)
+        write(building / kind / number, held)
+    write_tensors(building / f"random-{run.world.rank}.safetensors", generators(run.device))
+
+
+def _seal(building: Path, final: Path) -> None:
+    """What says that all is there, and what it is."""
+    files = sorted(path for path in building.rglob("*") if path.is_file())
+    sums = {path.relative_to(building).as_posix(): _sha256(path) for path in files}
+    write_atomically(building / MANIFEST, json.dumps(sums, indent=1).encode())
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
+
+
+def _size(final: Path) -> int:
+    return sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error.__cause__ if isinstance(error, CheckpointError) else error
+
+
+def _not_written(step: int, final: Path, error: OSError | CheckpointError) -> CheckpointError:
+    cause = _cause(error)
+    reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
+    hint = "free some disk space, or see that the disk is there; the newest one before it is untouched"
+    return CheckpointError(f"the checkpoint of step {step} was not written: {reason}", where=str(final), hint=hint)
+
+
+def _clear(folder: Path, final: Path, step: int, keep: int) -> None:
     for gone in (*_outdated(folder, final, keep), *(path for path in _folders(folder) if _step_of(path) > step)):
         shutil.rmtree(gone, ignore_errors=True)  # what is of a later step was damaged, or the run would be past it
-    return final, n_bytes
 
 
 def _outdated(folder: Path, final: Path, keep: int) -> list[Path]:
@@ -76,7 +151,41 @@ def _make_room(folder: Path, final: Path, keep: int, n_bytes: int) -> None:
 
 
 def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int:
-    """Put the newest whole checkpoint back into the run; its step, or 0 when there is none yet."""
+    """Put the newest whole checkpoint back into the run, however many ranks wrote it; its step, or 0 when there is none
+    yet."""
+    path = run.world.told(_newest_whole(folder, warn) if run.world.is_first else None)
+    if path is None:
+        return 0
+    read(tensor_files(path, TRAINED), trained_parts(run))
+    if states := optimizer_parts(run):
+        read(tensor_files(path, OPTIMIZER), states)
+    _draw_as_then(path, run)
+    state = json.loads((path / "state.json").read_text())
+    if run.scaler.is_enabled():
+        run.scaler.load_state_dict(state["scaler"])
+    return int(state["step"])
+
+
+def tensor_files(path: Path, kind: str) -> list[Path]:
+    """Of a checkpoint: one where one process wrote it, else one of each rank."""
+    one = {TRAINED: (ADAPTER, MODEL), OPTIMIZER: ("optimizer.safetensors",)}[kind]
+    return [path / name for name in one if (path / name).is_file()] or sorted((path / kind).glob("*.safetensors"))
+
+
+def consolidate(path: Path, run: Run, folder: Path, base: str) -> None:
+    """The trained weights of a checkpoint as one process would have written them, into ``folder``."""
+    join(tensor_files(path, TRAINED), folder / name_of(run.model))
+    save_config(run.model, folder, base)
+
+
+def newest_whole(folder: Path) -> Path:
+    found = _newest_whole(folder, lambda *_: None)
+    assert found is not None, "the run's end is saved before its result is written"
+    return found
+
+
+def _newest_whole(folder: Path, warn: Callable[[str, str], None]) -> Path | None:
+    """Damaged ones that are newer are told and removed."""
     damaged = []
     folders = _folders(folder)
     for path in reversed(folders):
@@ -88,17 +197,10 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
             warn(f"checkpoint {path.name} is damaged ({wrong})", then)
             damaged.append(path)
             continue
-        load_trained(run.model, path)
-        if states := _optimizer_tensors(run):
-            read_tensors(path / "optimizer.safetensors", states)
-        _draw_as_then(path / "random.safetensors", run.device)
-        state = json.loads((path / "state.json").read_text())
-        if run.scaler.is_enabled():
-            run.scaler.load_state_dict(state["scaler"])
         for one in damaged:  # or they would count among those that are kept
             shutil.rmtree(one, ignore_errors=True)
-        return int(state["step"])
-    return 0
+        return path
+    return None
 
 
 def _state(run: Run, step: int) -> dict[str, Any]:
@@ -155,12 +257,15 @@ def draw_from(states: Mapping[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def _draw_as_then(path: Path, device: torch.device) -> None:
-    """A run that went on on another kind of device draws from what that has."""
+def _draw_as_then(folder: Path, run: Run) -> None:
+    """A run that went on on another kind of device draws from what that has; a rank that was not there, from where it is."""
+    path = folder / ("random.safetensors" if run.world.size == 1 else f"random-{run.world.rank}.safetensors")
+    if not path.is_file():
+        return
     known = starts(path)
-    drawn = {name: state for name, state in generators(device).items() if name in known}
+    drawn = {name: state for name, state in generators(run.device).items() if name in known}
     read_tensors(path, drawn)
-    draw_from(drawn, device)
+    draw_from(drawn, run.device)
 
 
 def is_there(folder: Path) -> bool:

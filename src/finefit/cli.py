@@ -119,7 +119,8 @@ def train(
 ) -> None:
     """Fine-tune: finefit train MODEL DATA [key=value …], or finefit train run.yaml [key=value …]."""
     from . import session
-    from .launch import Options, launch
+    from .engines.local import Options
+    from .launch import launch
 
     kept_process()
     config = _config(words or [], [])
@@ -141,7 +142,8 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or killed, exactly where its last checkpoint was."""
     from . import session
-    from .launch import Options, launch
+    from .engines.local import Options
+    from .launch import launch
 
     kept_process()
     launch(lambda: session.again(run, words or ()), Options(log_format, memory_limit, adapt), resumed=True)

@@ -26,7 +26,7 @@ def steady_environment() -> None:
 
 def kept_process() -> None:
     """The same, as a child of a keeper where the system counts the processes it kills."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or "RANK" in os.environ:  # torch's launcher keeps its own
         steady_environment()
     elif keeper.TELL_TO not in os.environ:
         _restart("finefit.keeper")

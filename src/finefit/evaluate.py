@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .ledger import Ledger, NoLedger
-from .run import Example, MicroBatch, Run, summed_loss
+from .run import Example, MicroBatch, Run, batches_of, summed_loss
 
 Watching = Callable[[MicroBatch], AbstractContextManager[object]]
 
@@ -22,15 +22,15 @@ def held_out_loss(
     The largest micro-batch, and no other, is within ``watching``.
     """
     started, run.doing.moment = time.perf_counter(), "eval"
-    total, labelled = 0.0, 0
-    groups = run.split([len(ids) for ids, _ in examples])
-    largest = max(groups, key=lambda group: sum(len(examples[i][0]) for i in group))
-    for group in groups:
-        batch = run.collate([examples[i] for i in group]).to(run.device)
-        with watching(batch) if group is largest else nullcontext():
-            total += unlearned_loss(run, batch).item()
-        labelled += len(batch.label_l)
-    return total / labelled, labelled, time.perf_counter() - started
+    total, mine = 0.0, 0
+    batches = batches_of(run, examples)
+    largest = max(range(len(batches)), key=lambda i: batches[i].tokens, default=0)
+    for i, batch in enumerate(batches):
+        with watching(batch) if i == largest else nullcontext():
+            total += unlearned_loss(run, batch.to(run.device)).item()
+        mine += len(batch.label_l)
+    total, labelled = run.world.summed([total, mine])
+    return total / labelled, int(labelled), time.perf_counter() - started
 
 
 def unlearned_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
@@ -55,25 +55,35 @@ def _no_casts_kept() -> Iterator[None]:
 
 
 def answer(
-    model: Any, ids: Sequence[int], stop: Sequence[int], most_tokens: int, most_s: float | None = None
+    run: Run, ids: Sequence[int], stop: Sequence[int], most_tokens: int, most_s: float | None = None
 ) -> list[int]:
     """Greedy continuation of ``ids``, up to a token of ``stop``; the model is in training mode afterwards.
 
     After ``most_s`` seconds no further token is begun: a model whose weights are unpacked or streamed for every single
     token would take as long for a sentence as for an epoch.
     """
-    device = next(model.parameters()).device
-    prompt = torch.tensor([list(ids)], device=device)
-    model.eval()
-    with torch.no_grad():
-        out = model.generate(
+    prompt = torch.tensor([list(ids)], device=run.device)
+    run.model.eval()
+    with torch.no_grad(), run.optimizer.home.whole():
+        out = run.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=most_tokens, do_sample=False,
             use_cache=True, eos_token_id=list(stop), pad_token_id=stop[0], temperature=None, top_p=None, top_k=None,
-            max_time=most_s,
+            stopping_criteria=[_InTime(run, most_s)] if most_s is not None else [],
         )  # fmt: skip
-    model.train()
+    run.model.train()
     new: list[int] = out[0, len(ids) :].tolist()
     return new[: next((i for i, token in enumerate(new) if token in stop), len(new))]
+
+
+class _InTime:
+    """Says when the seconds are over, on all ranks at the same token: they make it together."""
+
+    def __init__(self, run: Run, seconds: float) -> None:
+        self.run, self.until = run, time.perf_counter() + seconds
+
+    def __call__(self, ids: Tensor, _scores: Tensor, **_: Any) -> Tensor:
+        is_over = self.run.world.any(time.perf_counter() > self.until)
+        return torch.full((ids.shape[0],), is_over, dtype=torch.bool, device=ids.device)
 
 
 def prompt_of(example: Example) -> list[int]:

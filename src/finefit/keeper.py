@@ -103,8 +103,8 @@ def keep(command: list[str], words: Sequence[str], kills: Callable[[], int] = sy
             return _given_up(
                 ended, "while it was being stopped", f"finefit resume {told.folder} goes on from its last checkpoint"
             )
-        newest = _newest(Path(told.folder))
-        saved, tries = newest, tries + 1 if newest == saved else 1
+        before, saved = saved, newest(Path(told.folder))
+        tries = tries + 1 if saved == before else 1
         if tries > MOST:
             return _given_up(ended, f"{tries} times without a checkpoint between", "something else takes the memory")
         ended = _again(command, told, kills)
@@ -116,7 +116,7 @@ def _given_up(ended: Ended, when: str, hint: str) -> int:
     return ended.code
 
 
-def _newest(run: Path) -> str:
+def newest(run: Path) -> str:
     """The name of the newest checkpoint."""
     return max((path.name for path in (run / "checkpoints").glob("step-*")), default="")
 

@@ -1,27 +1,18 @@
 """A run as the command line begins it: options checked first, then the terminal, the log, and the run to its end."""
 
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NoReturn
 
 from . import keeper
+from .engines.local import Options, is_rank
 from .errors import ConfigError, did_you_mean
+from .meshes import mesh_of
 from .session import Job
 
 LOG_FORMATS = ("auto", "live", "plain", "json")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """As they were given."""
-
-    log_format: str
-    memory_limit: str | None
-    adapt: bool
-
-    def words(self) -> list[str]:
-        limit = [] if self.memory_limit is None else ["--memory-limit", self.memory_limit]
-        return ["--log-format", self.log_format, *limit, *(["--adapt"] if self.adapt else [])]
 
 
 def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
@@ -33,8 +24,14 @@ def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
     limit = None if how.memory_limit is None else parse_bytes(how.memory_limit)
     if how.log_format not in LOG_FORMATS:
         raise ConfigError(f"--log-format {how.log_format} is unknown", hint=did_you_mean(how.log_format, LOG_FORMATS))
+    if is_rank():
+        from .rank import run_rank
+
+        leave(run_rank(begun, how, resumed))
     job = begun()
     keeper.tell(keeper.Told(str(job.folder.resolve()), job.hardware.kind, how.words()))
+    if (devices := mesh_of(job.plan.techniques).devices) > 1:
+        leave(_on_devices(job, devices, how, resumed))
     if why := keeper.why():
         job = replace(job, said=(why, *job.said))
     with reporter(how.log_format) as show, EventLog(job.folder / "events.jsonl", [show]) as log:  # type: ignore[arg-type]
@@ -47,3 +44,28 @@ def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
         print(f"stopped, saved after step {last_step(job)}; finefit resume {job.folder} goes on", file=sys.stderr)
         raise SystemExit(130)
     print(f"done: {job.folder}  (finefit report {job.folder}, finefit chat {job.folder})", file=sys.stderr)
+
+
+def _on_devices(job: Job, devices: int, how: Options, resumed: bool) -> int:
+    """The exit code of a run on several of this machine's devices."""
+    from .engines.local import DEVICE, carry_out
+
+    if how.adapt:
+        raise ConfigError("--adapt is for one device", hint="leave it out: the plan stays as it is")
+    folder, threads = job.folder, 0
+    if job.hardware.kind == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wished = job.config.hardware.threads
+        threads = max(cores // devices, 1) if wished == "auto" else wished
+    with job.held:  # the first rank takes it
+        pass
+    os.environ[DEVICE] = job.hardware.kind
+    words = [word for word in how.words() if word != "--adapt"]
+    code = carry_out(folder, devices, threads, lambda again: ["--resumed" if again else "--new", *words], resumed)
+    if not code:
+        print(f"done: {folder}  (finefit report {folder}, finefit chat {folder})", file=sys.stderr)
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    raise SystemExit(code)

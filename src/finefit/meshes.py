@@ -14,6 +14,8 @@ from .techniques import DataParallel, PipelineParallel, Technique, TensorParalle
 from .traffic import per_machine
 
 _MOST_STAGES = 16
+# Keys of memory.* and the degree of a mesh that each of them is.
+DEGREES = {"zero": "stage", "tensor_parallel": "tensor", "pipeline_parallel": "stages"}
 
 
 def meshes(hardware: HardwareSpec, examples: int) -> Iterator[Mesh]:

@@ -43,10 +43,10 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
         contradictions.insert(0, f"it is for {plan.model}, the model is {model.name}")
     if contradictions:
         raise ConfigError("the plan is of another run: " + "; ".join(contradictions), hint=AGAIN)
-    if (devices := mesh_of(plan.techniques).devices) > 1:
-        hint = "make one for one device: finefit plan MODEL DATA -o FILE"
-        raise ConfigError(f"the plan is for {devices} devices, and this version trains on one", hint=hint)
-    work = wish.batches.work(*limits(plan))
+    if (devices := mesh_of(plan.techniques).devices) != wish.hardware.count:
+        hint = f"hardware.devices={devices} takes as many; or {AGAIN}"
+        raise ConfigError(f"the plan is for {devices} devices, there are {wish.hardware.count}", hint=hint)
+    work = wish.batches.among(mesh_of(plan.techniques).data).work(*limits(plan))
     techniques: tuple[Technique, ...] = tuple(
         replace(t, most_steps=work.most_steps) if isinstance(t, Accumulation) else t for t in plan.techniques
     )

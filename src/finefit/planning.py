@@ -3,6 +3,7 @@
 Imports neither the data's rooms nor numpy: a plan without data needs none of them.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from .errors import ConfigError, DoesNotFit, EngineError
 from .explain import explained
 from .hardware import HardwareSpec
 from .layout import Micro
+from .meshes import mesh_of
 from .obey import Wish, limits, obeyed
 from .plan import WARNING, Plan
 from .predict import footprint
@@ -40,12 +42,31 @@ def hardware_of(config: Config, named: str | None) -> HardwareSpec:
                 f"hardware.device={config.hardware.device} and --gpu {named} contradict each other", hint=hint
             )
         return hardware
-    machine = replace(HardwareSpec.of_this_machine(), count=1)  # what trains here trains on one device
+    machine = HardwareSpec.of_this_machine()
     if config.hardware.device == "cpu" and machine.kind != "cpu":
         machine = HardwareSpec.of_cpu()
     if config.hardware.device.startswith("cuda") and machine.kind != "cuda":
         raise EngineError("no CUDA device is here", hint="finefit doctor says why; hardware.device=cpu runs without")
-    return machine
+    return _with_devices(machine, config)
+
+
+def _with_devices(machine: HardwareSpec, config: Config) -> HardwareSpec:
+    """As many of the machine's devices as are wished; as many as there are processes, where torch's launcher began some."""
+    wished = config.hardware.devices
+    one = 1 if ":" in config.hardware.device or machine.kind == "cpu" else machine.count
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    count = ranks if ranks > 1 else one if wished == "auto" else wished
+    if wished not in ("auto", count):
+        raise ConfigError(
+            f"hardware.devices={wished}, and {count} processes were started", hint="leave one of them out"
+        )
+    if machine.kind == "cpu":
+        return machine if count == 1 else machine.shared_by(count)
+    nodes = max(ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), 1)
+    if count > machine.count * nodes:
+        hint = f"say {machine.count} or less; finefit launch --nodes takes more machines"
+        raise ConfigError(f"{count} devices were asked for, {machine.count} are here", hint=hint)
+    return replace(machine, count=count, nodes=nodes)
 
 
 def job_of(config: Config, data: "Data | None") -> JobSpec:
@@ -115,7 +136,7 @@ def foreseen(
     if data is not None:
         sections_for(layout, "eval")  # a search does without rather than wait for a trace; what is run has it
         found = [footprint(rewrite(model, micro, plan.techniques), hardware).corrected(learnt or {})
-                 for micro in data.held_out_batches().work(*limits(plan)).largest]  # fmt: skip
+                 for micro in data.held_out_batches().among(mesh_of(plan.techniques).data).work(*limits(plan)).largest]  # fmt: skip
         moments["eval"] = max(found, key=lambda one: one.at("eval")).moments["eval"]
     host = phases.together(phases.host(layout, moments, hardware.kind), predicted.host)
     if data is not None:

@@ -113,7 +113,9 @@ def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
         found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
     found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
     moments = {moment: found[moment] for moment in MOMENTS if moment in found}
-    reserved = hardware.context_bytes + nccl_bytes(layout.mesh.devices) if hardware else 0
+    reserved = hardware.context_bytes if hardware else 0
+    if hardware and hardware.kind == "cuda":
+        reserved += nccl_bytes(layout.mesh.devices)
     on_host = recompute.on_host(layout) if hardware and hardware.kind == "cuda" else 0
     host = {moment: {"copies": on_host} for moment in (*STEP, "eval", "save") if on_host}
     return Footprint("predicted", moments, reserved, host=host)

@@ -9,6 +9,7 @@ from .events import EventLog
 from .footprint import MOMENT_LABELS, STEP
 from .layout import Micro
 from .plan import Plan
+from .run import batches_of
 from .session import Job
 from .spec import ModelSpec
 from .trainer import (
@@ -24,6 +25,14 @@ from .trainer import (
     warn,
 )
 from .units import format_bytes
+
+
+class RanOut(Exception):
+    """Memory ran out on one of several ranks: the others are in the middle of a step."""
+
+    def __init__(self, met: shortage.Shortage) -> None:
+        super().__init__(met.message)
+        self.met = met
 
 
 def carry_out(
@@ -62,6 +71,8 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, limit_bytes: int | Non
             if not shortage.is_shortage(error):
                 raise
             met = _met(job, attempt, error)
+            if job.world.size > 1:
+                raise RanOut(replace(met, micro=_micro(job, attempt))) from error
         # Out of the handler nothing holds what the step had made.
         try:
             job, lesson = _again(job, log, attempt, met, lesson)
@@ -75,6 +86,15 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, limit_bytes: int | Non
             tell_end(job, log, "stopped", attempt.started)
             return "stopped"
         attempt = _next(attempt, attempt.better)
+
+
+def replanned(
+    job: Job, log: EventLog, met: shortage.Shortage, before: supervise.Lesson
+) -> tuple[Job, supervise.Lesson]:
+    """The job by a plan that needs less, after memory ran out on one of its ranks."""
+    message = f"{MOMENT_LABELS[met.moment]}: {met.message}" if met.moment else met.message
+    log.write("out_of_memory", step=met.step, message=message, moment=met.moment or None)
+    return _leaner(job, log, met, before)
 
 
 def _write_plan(job: Job, log: EventLog, plan: Plan) -> None:
@@ -125,6 +145,10 @@ def _again(
         what = f"memory ran out again with the plan made after {supervise.MOST} others ({met.message})"
         hint = "something else uses the memory, or ever more is not given back; finefit resume goes on from the last checkpoint"
         raise OutOfMemory(what, hint=hint)
+    return _leaner(job, log, met, before)
+
+
+def _leaner(job: Job, log: EventLog, met: shortage.Shortage, before: supervise.Lesson) -> tuple[Job, supervise.Lesson]:
     model = replace(ModelSpec.from_folder(job.model_folder), name=job.plan.model)
     question = planning.question_of(job.config, model, job.hardware, job.data)
     lesson = supervise.learnt(question, job.plan, met, before)
@@ -146,8 +170,8 @@ def _micro(job: Job, attempt: Attempt) -> Micro | None:
     if run is None or run.doing.moment not in STEP or not attempt.has_begun:
         return None
     examples = [example_of(job.data.store, row) for row in job.data.batch(min(run.doing.step + 1, job.data.steps))]
-    groups = run.split([len(ids) for ids, _ in examples])
-    return shortage.micro_of(run.collate([examples[i] for i in groups[min(run.doing.micro, len(groups) - 1)]]))
+    batches = batches_of(run, examples)
+    return shortage.micro_of(batches[min(run.doing.micro, len(batches) - 1)])
 
 
 def _rescue(job: Job, log: EventLog, attempt: Attempt) -> None:

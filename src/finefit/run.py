@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from .data.micro import width
-from .engines.world import Alone
+from .data.micro import shared_out, width
+from .engines.alone import Alone
 from .ledger import Ledger, NoLedger
 from .nn.attend import ATTENTION
 from .nn.chunked_loss import Logits
@@ -85,6 +85,13 @@ def of_share(run: "Run", examples: Sequence[Example], group: Sequence[int]) -> M
         return run.collate([examples[i] for i in group])
     ids, mask = min(examples, key=lambda example: len(example[0]))
     return replace(run.collate([(ids, [0] * len(mask))]), tokens=0)
+
+
+def batches_of(run: "Run", examples: Sequence[Example]) -> list[MicroBatch]:
+    """The micro-batches of a global batch that are this rank's; of a process alone all of them."""
+    world = run.world
+    groups = shared_out([len(ids) for ids, _ in examples], run.split, world.data_size, world.lockstep)
+    return [of_share(run, examples, group) for group in groups[world.data_rank]]
 
 
 def one_by_one(lengths: Sequence[int]) -> list[list[int]]:

@@ -8,7 +8,8 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .assets import model_folder
 from .candidates import rewrite
 from .catalog.folders import read_config
 from .config import Config, dump, load
+from .engines.alone import Alone
 from .errors import CheckpointError, ConfigError, DataError, ModelError
 from .examples import Data, read_data, tokenizer_of
 from .files import hold, write_atomically
@@ -71,6 +73,8 @@ class Job:
     said: tuple[str, ...] = ()
     before: Plan | None = None
     """The plan it went on by until now, where it is resumed by another one."""
+    world: Alone = field(default_factory=Alone)
+    """Of the processes that carry it out together."""
 
 
 def new(config: Config, plan_file: Path | None) -> Job:
@@ -104,8 +108,11 @@ _MAY_CHANGE = ("memory.", "hardware.")
 _MAY_NOT = ("memory.precision", "memory.rounding", "memory.fp32_islands")
 
 
-def again(folder: Path, overrides: Sequence[str] = ()) -> Job:
-    """The run in ``folder``, by the config and plan it was started with; by another plan where ``overrides`` ask for one."""
+def again(folder: Path, overrides: Sequence[str] = (), *, holds: bool = True, is_new: bool = False) -> Job:
+    """The run in ``folder``, by the config and plan it was started with; by another plan where ``overrides`` ask for one.
+
+    ``holds``: this process alone works in the folder. ``is_new``: what there is to say once is still to be said.
+    """
     if not (folder / "config.yaml").is_file() or not (folder / "plan.json").is_file():
         hint = "a run folder has config.yaml and plan.json"
         raise CheckpointError("there is no run here", where=str(folder), hint=hint)
@@ -114,16 +121,18 @@ def again(folder: Path, overrides: Sequence[str] = ()) -> Job:
         if not key.startswith(_MAY_CHANGE) or key in _MAY_NOT:
             hint = "memory.… and hardware.… may: micro_batch_size, checkpointing, offload, budget; a new run takes the rest"
             raise ConfigError(f"'{key}' cannot change in the middle of a run", hint=hint)
-    held = hold(folder)
+    held = hold(folder) if holds else nullcontext()
     config = load(folder / "config.yaml", overrides)
     base, key = base_of(folder, config)
     tokenizer = tokenizer_of(base)
     data, plan = read_data(config, tokenizer), plans.load(folder / "plan.json")
     if data.store.folder.name != key:
-        held.close()
+        with held:
+            pass
         hint = "put the data back as it was, or start a new run with it"
         raise DataError("the data is not what the run began with", where=str(config.data), hint=hint)
-    job = Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held)
+    said = (*_said_of(data), *warnings_of(plan)) if is_new else ()
+    job = Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held, said)
     return _otherwise(job) if overrides else job
 
 

@@ -22,6 +22,8 @@ def with_traffic(busy_s: float, layout: Layout, work: Work, hardware: HardwareSp
     waits = _tensor_s(layout, work, hardware)
     busy = (busy_s + waits) * (1 + (layout.mesh.stages - 1) / max(work.mean_steps, 1.0))
     sent = _data_s(layout, work, hardware)
+    if hardware.kind == "cpu":  # the cores that would compute meanwhile are those that send
+        return busy + sent
     return max(busy, sent) + min(busy, sent) / layout.depth
 
 

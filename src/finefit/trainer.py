@@ -23,7 +23,7 @@ from .plan import Plan
 from .predict import footprint
 from .rehearse import rehearse
 from .report.folder import write_report
-from .run import Example, MicroBatch, Run, trainable
+from .run import Example, MicroBatch, Run, batches_of, trainable
 from .session import Job, peak_rate
 from .spec import ModelSpec
 from .units import format_bytes
@@ -89,14 +89,27 @@ def attempted(job: Job, log: EventLog, attempt: Attempt) -> str:
         return "adapting"
     if status == "finished":
         run.doing.moment = "save"
-        adapter.save_trained(run.model, job.folder, job.config.model)
-        adapter.save_tokenizer(job.tokenizer, job.folder)
+        if job.world.size > 1:
+            job.world.wait()
+        if job.world.is_first:
+            _write_result(job, run)
     tell_end(job, log, status, attempt.started)
+    if not job.world.is_first:
+        return status
     try:
         write_report(job.folder)
     except CheckpointError as error:  # what was trained is written
         warn(log, f"the report was not written: {error.message}", f"finefit report {job.folder} makes it")
     return status
+
+
+def _write_result(job: Job, run: Run) -> None:
+    """The trained weights, which several ranks have in parts and the last checkpoint whole."""
+    if run.world.size > 1:
+        checkpoint.consolidate(checkpoint.newest_whole(job.folder / "checkpoints"), run, job.folder, job.config.model)
+    else:
+        adapter.save_trained(run.model, job.folder, job.config.model)
+    adapter.save_tokenizer(job.tokenizer, job.folder)
 
 
 def _hooks(job: Job, run: Run, log: EventLog, attempt: Attempt) -> loop.Hooks:
@@ -114,6 +127,8 @@ def _hooks(job: Job, run: Run, log: EventLog, attempt: Attempt) -> loop.Hooks:
 
 def _stops(job: Job, run: Run, attempt: Attempt, begun_at: int) -> bool:
     """At a step's end: somebody asked for it, or another plan is better."""
+    if run.world.size > 1:
+        return run.world.any(attempt.stopping())
     is_time = attempt.then is None and run.doing.step - begun_at == adapt.AFTER  # it is asked again when all is saved
     if is_time and attempt.measured and not attempt.stopping():
         attempt.then = attempt.better(job, attempt.measured)
@@ -174,6 +189,8 @@ def _tell_plan(job: Job, log: EventLog, worst: list[int]) -> None:
 
 
 def device_of(job: Job) -> torch.device:
+    if job.hardware.kind == "cuda" and job.world.size > 1:
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu" if job.hardware.kind == "cpu" else "cuda")
 
 
@@ -187,8 +204,9 @@ def _build(job: Job, log: EventLog, attempt: Attempt) -> Run:
             f"the GPU's memory is held to the {format_bytes(held)} that are free",
             "its driver would not refuse more, and slow down",
         )
-    torch.manual_seed(job.config.seed)  # dropout draws from the global generator, which checkpoints keep
-    run = attempt.run = rewritten(models.config_of(job.model_folder), plan.techniques, device)
+    # Dropout draws from the global generator, which checkpoints keep: other numbers for other examples.
+    torch.manual_seed(job.config.seed + job.world.data_rank)
+    run = attempt.run = rewritten(models.config_of(job.model_folder), plan.techniques, device, job.world)
     with watch.phase("load", run) as seen:
         load(run, models.fill_from(job.model_folder), job.config.seed)
     watch.tell(log, "load", 0, seen, plan.predicted)
@@ -246,7 +264,8 @@ def _check_targets(job: Job) -> None:
 
 
 def _worst_rows(job: Job) -> list[int]:
-    return worst_rows(job.plan, ModelSpec.from_folder(job.model_folder), job.hardware, job.data.batches())
+    batches = job.data.batches().among(job.world.data_size)
+    return worst_rows(job.plan, ModelSpec.from_folder(job.model_folder), job.hardware, batches)
 
 
 def example_of(store: Any, row: int) -> Example:
@@ -257,7 +276,7 @@ def example_of(store: Any, row: int) -> Example:
 def _feed(job: Job, run: Run, attempt: Attempt, step: int) -> list[MicroBatch]:
     attempt.generators, attempt.drawn_at = checkpoint.generators(run.device), run.doing.step
     examples = [example_of(job.data.store, row) for row in job.data.batch(step)]
-    return [run.collate([examples[i] for i in group]) for group in run.split([len(ids) for ids, _ in examples])]
+    return batches_of(run, examples)
 
 
 def _pace(job: Job) -> loop.Pace:
@@ -298,7 +317,7 @@ def _sample(job: Job, run: Run, held_out: list[Example], most_s: float) -> dict[
     """One held-out example answered greedily, as far as the time goes: the same one each time."""
     ids, mask = held_out[evaluate.sample_row(held_out)]
     stop = [job.tokenizer.eos_token_id]
-    said = evaluate.answer(run.model, evaluate.prompt_of((ids, mask)), stop, 64, most_s)
+    said = evaluate.answer(run, evaluate.prompt_of((ids, mask)), stop, 64, most_s)
     reference = [int(t) for t, on in zip(ids, mask, strict=True) if on]
     decode = partial(job.tokenizer.decode, skip_special_tokens=True)
     return {"prompt": decode(evaluate.prompt_of((ids, mask))), "reference": decode(reference), "answer": decode(said)}

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from finefit import loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
-from finefit.data.micro import shared_out
 from finefit.engines import world as worlds
 from finefit.ledger import Ledger
 from finefit.mesh import Mesh
 from finefit.meshes import techniques_of_mesh
 from finefit.nn.optimizers import Optimizing
 from finefit.parts import local
-from finefit.run import of_share
+from finefit.run import batches_of
 from finefit.techniques import from_json, in_order
 from tiny import CPU, config_of, examples_of, micro_of, spec_of
 
@@ -49,11 +48,6 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
         examples = examples_of([length + 3 * step for length in lengths], seed=step)
         made.append(loop.optimizer_step(run, batches_of(run, examples), rate))
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
-
-
-def batches_of(run, examples):
-    groups = shared_out([len(ids) for ids, _ in examples], run.split, run.world.data_size, run.world.lockstep)
-    return [of_share(run, examples, group) for group in groups[run.world.data_rank]]
 
 
 def weights_of(run):

@@ -182,9 +182,9 @@ def test_evaluating_and_answering_go_forward_alone():
     resident, streamed = run_of(used), poisoned(run_of((*used, DISK)))
     examples = examples_of((50, 20))
     assert evaluate.held_out_loss(streamed, examples)[:2] == evaluate.held_out_loss(resident, examples)[:2]
-    said = [evaluate.answer(run.model, examples[0][0], [VOCAB + 1], 6) for run in (resident, streamed)]
+    said = [evaluate.answer(run, examples[0][0], [VOCAB + 1], 6) for run in (resident, streamed)]
     assert said[0] == said[1] and len(said[0]) == 6
-    assert evaluate.answer(streamed.model, examples[0][0], [VOCAB + 1], 6, most_s=0.0) == said[0][:1]
+    assert evaluate.answer(streamed, examples[0][0], [VOCAB + 1], 6, most_s=0.0) == said[0][:1]
 
 
 def test_an_evaluation_between_forward_and_backward_does_no_harm():

@@ -260,6 +260,14 @@ class Memory(_Section):
         default="auto", description="optimizer states off the device: on the host (a GPU's), on disk, none"
     )
 
+    zero: Auto | Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=3)] = Field(
+        default="auto",
+        description="what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 weights too; 0 nothing",
+    )
+    tensor_parallel: Auto | Positive = Field(default="auto", description="devices that share every weight matrix")
+    pipeline_parallel: Auto | Positive = Field(default="auto", description="stages of blocks, a device each")
+    context_parallel: Auto | Positive = Field(default="auto", description="devices that share every example")
+
     def pins(self) -> tuple[tuple[str, str], ...]:
         """What the user fixed, as the plan's constraints: every key but budget and precision that is not ``auto``."""
         kept = self.model_dump(exclude={"budget", "precision"})
@@ -273,7 +281,12 @@ class Hardware(_Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
         default="auto", description="auto, cpu, cuda, cuda:1"
     )
-    threads: Auto | Positive = Field(default="auto", description="CPU threads")
+    devices: Auto | Positive = Field(
+        default="auto",
+        description="how many of this machine's devices; a CPU's cores and memory are shared out. auto: "
+        "all GPUs, one CPU",
+    )
+    threads: Auto | Positive = Field(default="auto", description="CPU threads of each process")
 
 
 class Config(_Section):
@@ -350,6 +363,11 @@ _SPELLINGS: dict[str, str] = {
     "memory.fused_backward_step": "optimizer_in_bwd",
     "memory.budget": "gpu_memory_limit max_memory",
     "memory.parameter_offload": "offload_param fsdp_offload_params blocks_to_swap",
+    "memory.zero": "zero_stage zero_optimization fsdp deepspeed ds_config",
+    "memory.tensor_parallel": "tensor_parallel_degree tensor_parallel_size tp tp_size tensor_model_parallel_size",
+    "memory.pipeline_parallel": "pipeline_parallel_degree pp pp_size pipeline_model_parallel_size",
+    "memory.context_parallel": "context_parallel_degree context_parallel_size cp cp_size sequence_parallel_degree",
+    "hardware.devices": "nproc_per_node num_gpus n_gpus num_processes n_gpu gpus_per_node",
 }  # fmt: skip
 
 FOREIGN: dict[str, str] = {foreign: ours for ours, spellings in _SPELLINGS.items() for foreign in spellings.split()}

@@ -3,14 +3,12 @@
 Follows torch's launcher: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT stand in the environment, whoever set them. The
 mesh is the plan's, outermost first: pipeline stages, replicas, shards, tensor parallel ranks, so that those that talk most
 are next to each other. gloo carries a CPU's collectives, NCCL those of CUDA.
-
-A process alone has a world, too, which asks nobody.
 """
 
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,55 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..mesh import Mesh
+from .alone import DIMENSIONS, Alone, Dimension
 
-Dimension = Literal["stages", "replicas", "shards", "tensor"]
-DIMENSIONS: tuple[Dimension, ...] = ("stages", "replicas", "shards", "tensor")
 LONGEST_S = 600.0
 """For which a collective waits for the others: the first of a step may wait for a checkpoint, and for kernels to compile."""
-
-
-class Alone:
-    """The world of one process."""
-
-    rank = data_rank = 0
-    size = data_size = 1
-    mesh = Mesh()
-    lockstep = False
-    """Whether ranks wait for each other in every micro-batch, so that all must have as many."""
-    parts: list[Dimension]
-    """Along which the model's gradients are in parts, when it is stepped."""
-
-    def __init__(self) -> None:
-        self.parts = []
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def summed(self, values: Sequence[float]) -> list[float]:
-        """Over the ranks that have examples of their own."""
-        return list(values)
-
-    def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
-        return flag
-
-    def total(self, square: Tensor) -> Tensor:
-        """The square of a norm of which each rank has a part."""
-        return square
-
-    def most(self, value: Tensor) -> None:
-        """Replace it by the largest of any rank."""
-
-    def wait(self) -> None:
-        """Until all are here."""
-
-    def along(self, *dimensions: Dimension) -> DeviceMesh:
-        """The part of the mesh that is this rank's, along some of its dimensions."""
-        raise AssertionError(f"a process alone is in no group of {dimensions}")
-
-    def group(self, dimension: Dimension) -> dist.ProcessGroup:
-        return self.along(dimension).get_group()
 
 
 class World(Alone):
@@ -105,13 +58,17 @@ class World(Alone):
     def most(self, value: Tensor) -> None:
         dist.all_reduce(value, dist.ReduceOp.MAX)
 
+    def told(self, value: Any) -> Any:
+        said = [value]
+        dist.broadcast_object_list(said)
+        return said[0]
+
+    def is_first_of(self, *, sharded: bool) -> bool:
+        alike = ["replicas"] if sharded else ["replicas", "shards"]
+        return not any(self.place[dimension] for dimension in DIMENSIONS if dimension in alike)
+
     def wait(self) -> None:
         self.any(False)  # barrier of gloo and of NCCL differ in whom they warn of what
-
-
-def is_rank() -> bool:
-    """Whether this process was started as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def begin(kind: str) -> torch.device:

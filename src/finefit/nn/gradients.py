@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..engines.world import Alone
+from ..engines.alone import Alone
 from ..scratch import is_mapped, let_go
 
 

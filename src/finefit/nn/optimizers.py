@@ -6,6 +6,7 @@ one that keeps the states elsewhere steps by the rule inside it. The *home* says
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,6 +78,10 @@ class Home:
         """What is stepped in place of a parameter of the model."""
         return parameter
 
+    def rows(self, parameter: Parameter) -> tuple[int, int]:
+        """Which rows of the whole parameter are stepped here."""
+        return 0, parameter.shape[0] if parameter.dim() else 1
+
     def before(self, is_last: bool) -> None:
         """A micro-batch begins, which is the step's last one or not."""
 
@@ -91,6 +96,10 @@ class Home:
 
     def cleared(self) -> None:
         """The gradients are used up."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """While it lasts the model may be called by itself."""
+        return nullcontext()
 
 
 class Optimizer(torch.optim.Optimizer):

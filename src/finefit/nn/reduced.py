@@ -85,6 +85,11 @@ class RowsStepped(Replicated):
         own = self._parts(parameter.detach())[dist.get_rank(self.group)]
         return self._rows.setdefault(parameter, Parameter(own, requires_grad=False))
 
+    def rows(self, parameter: Parameter) -> tuple[int, int]:
+        each = -(-parameter.shape[0] // dist.get_world_size(self.group))
+        start = min(dist.get_rank(self.group) * each, parameter.shape[0])
+        return start, min(start + each, parameter.shape[0])
+
     def _parts(self, whole: Tensor) -> list[Tensor]:
         """Each rank's rows, as views; the last ones may have none."""
         ranks = dist.get_world_size(self.group)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines.world import Alone
+from ..engines.alone import Alone
 
 
 class Scaler(torch.amp.GradScaler):

@@ -6,7 +6,8 @@ around the model, whose forward is the step's. Gradients are summed, not average
 global batch's. What is stepped are the shards as plain tensors, so that any rule of an optimizer takes them.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
-from ..parts import local
+from ..parts import local, rows_of
 from ..run import Run, blocks_of, through
 from .blockwise import Tables
 from .optimizers import Home
@@ -66,10 +67,15 @@ class _Through:
     def __call__(self, *args: Any) -> Tensor:
         total: Tensor = self.root(*args)
         if not torch.is_grad_enabled():
-            for module in self.root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            _let_go(self.root)
         return total
+
+
+def _let_go(root: Any) -> None:
+    """Of all that was gathered."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class Shards(Home):
@@ -85,6 +91,9 @@ class Shards(Home):
             self.root.reshard()
         return self.shards.setdefault(parameter, Parameter(local(parameter.detach()), requires_grad=False))
 
+    def rows(self, parameter: Parameter) -> tuple[int, int]:
+        return rows_of(parameter)
+
     def before(self, is_last: bool) -> None:
         if self.keeps_whole:
             self.root.set_reshard_after_backward(is_last)
@@ -96,3 +105,12 @@ class Shards(Home):
     def cleared(self) -> None:
         for parameter in self.shards:
             parameter.grad = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Blocks are gathered as they are called; what is outside them has nobody else to do so."""
+        self.root.unshard()
+        try:
+            yield
+        finally:
+            _let_go(self.root)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..engines.world import Alone
+from ..engines.alone import Alone
 from .optimizers import Optimizer, States
 
 

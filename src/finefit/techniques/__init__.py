@@ -1,8 +1,4 @@
-"""The techniques, in the order they are applied. A new one is a file here and a place in this list.
-
-Those that divide a run over devices are for planning: a plan with one of them is predicted and explained, and refused by
-``train`` (``obey``) as long as one device is trained on.
-"""
+"""The techniques, in the order they are applied. A new one is a file here and a place in this list."""
 
 from collections.abc import Mapping
 from typing import Any

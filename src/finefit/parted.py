@@ -1,0 +1,184 @@
+"""State that several ranks hold in parts: written by each as files of its own, read back on any other mesh.
+
+A file is safetensors with one more entry of metadata, where each of its tensors begins in the whole one: the layout of
+torch's distributed checkpoints of Hugging Face's kind (``torch/distributed/checkpoint/_hf_utils.py``), whose own tools read
+and join these. What a rank needs it takes from whichever files overlap with it; a file without that entry holds whole
+tensors. So nothing is ever whole on any rank, but for one tensor where parts are cut along a later dimension.
+
+Declines to cut anew what is in blocks of its own: moments in codes are read on as many ranks as wrote them.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapter import DTYPES, trained_tensors, write_pieces
+from .errors import CheckpointError
+from .parts import is_sharded, local, rows_of
+from .run import Run
+
+OFFSETS = "DCP_SHARDING_INFO"
+_AT = "saved_offsets"
+_TORCH = {word: dtype for dtype, word in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of a tensor: where it begins in the whole, and the whole's shape. ``is_mine``: of the ranks that hold
+    the same it is this one that writes it."""
+
+    tensor: Tensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_mine: bool = True
+
+
+def trained_parts(run: Run) -> dict[str, Part]:
+    """Of what ``adapter.save_trained`` writes of a run on one device, by the same names."""
+    return {name: _part(run, tensor) for name, tensor in trained_tensors(run.model).items()}
+
+
+def optimizer_parts(run: Run) -> dict[str, Part]:
+    """Of the optimizer's states, by the parameter's name and the state's. One that is no tensor of the parameter's shape is
+    told apart by the rows that it is of."""
+    found: dict[str, Part] = {}
+    for name, p in run.model.named_parameters():
+        states = run.optimizer.states_of(p)
+        whole = _part(run, p.detach())
+        start, stop = run.optimizer.home.rows(p)
+        is_mine = run.world.is_first_of(sharded=(stop - start) < (p.shape[0] if p.dim() else 1))
+        for key, state in states.items():
+            if state.shape == (stop - start, *whole.shape[1:]):
+                found[f"{name}.{key}"] = Part(state, (start, *whole.start[1:]), whole.shape, is_mine)
+            elif state.dim() and (start, stop) != (0, p.shape[0]):
+                found[f"{name}.{key}@{start}-{stop}"] = _alone(state, is_mine)
+            else:
+                found[f"{name}.{key}"] = _alone(state, run.world.is_first_of(sharded=False))
+    return found
+
+
+def _part(run: Run, tensor: Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    start = (rows_of(tensor)[0], *[0] * (len(shape) - 1)) if is_sharded(tensor) else (0,) * len(shape)
+    return Part(local(tensor), start, shape, run.world.is_first_of(sharded=is_sharded(tensor)))
+
+
+def _alone(tensor: Tensor, is_mine: bool) -> Part:
+    return Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape), is_mine)
+
+
+def write(path: Path, parts: Mapping[str, Part]) -> int:
+    """Those that are this rank's to write, if there are any; their bytes."""
+    mine = {name: part for name, part in parts.items() if part.is_mine and part.tensor.numel()}
+    if mine:
+        described = {name: (part.tensor.dtype, tuple(part.tensor.shape)) for name, part in mine.items()}
+        offsets = {name: {_AT: list(part.start)} for name, part in mine.items()}
+        write_pieces(path, described, lambda name: (mine[name].tensor,), {OFFSETS: json.dumps(offsets)})
+    return n_bytes(parts)
+
+
+def n_bytes(parts: Mapping[str, Part]) -> int:
+    """Of what this rank writes."""
+    return sum(part.tensor.nbytes for part in parts.values() if part.is_mine)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part in a file."""
+
+    path: Path
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def index(paths: Sequence[Path]) -> dict[str, list[Stored]]:
+    """Parts by name, in the order of where they begin; CheckpointError for a file that is none of ours."""
+    found: dict[str, list[Stored]] = {}
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            told = json.loads(header.pop("__metadata__", {}).get(OFFSETS, "{}"))
+            for name, entry in header.items():
+                shape = tuple(entry["shape"])
+                start = tuple(told.get(name, {}).get(_AT, (0,) * len(shape)))
+                found.setdefault(name, []).append(Stored(path, start, shape, _TORCH[entry["dtype"]]))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error
+    for parts in found.values():
+        parts.sort(key=lambda stored: stored.start)
+    return found
+
+
+def read(paths: Sequence[Path], into: Mapping[str, Part]) -> None:
+    """Fill every part from the files; CheckpointError where one is not all there."""
+    from safetensors import SafetensorError, safe_open
+
+    stored, opened = index(paths), {}
+    try:
+        for name, part in into.items():
+            left = part.tensor.numel()
+            for one in stored.get(name, ()):
+                if one.path not in opened:
+                    opened[one.path] = safe_open(one.path, framework="pt")
+                left -= _copy(opened[one.path], name, one, part)
+            if left:
+                raise CheckpointError(f"{name} is missing or of another shape", where=str(paths[0].parent),
+                                      hint=_hint(name, stored))  # fmt: skip
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(paths[0].parent)) from error
+
+
+def _copy(file: Any, name: str, stored: Stored, part: Part) -> int:
+    """What both have, from the file into the part; how many elements."""
+    if len(stored.shape) != part.tensor.dim():
+        return 0
+    begin = [max(a, b) for a, b in zip(stored.start, part.start, strict=True)]
+    ends = zip(stored.start, stored.shape, part.start, part.tensor.shape, strict=True)
+    end = [min(a + n, b + m) for a, n, b, m in ends]
+    if any(a >= b for a, b in zip(begin, end, strict=True)):
+        return 0
+    there = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, stored.start, strict=True))
+    here = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, part.start, strict=True))
+    with torch.no_grad():
+        part.tensor[here].copy_(file.get_slice(name)[there] if there else file.get_tensor(name))
+    return math.prod(b - a for a, b in zip(begin, end, strict=True))
+
+
+def _hint(name: str, stored: Mapping[str, list[Stored]]) -> str:
+    """A state in blocks is there under other rows where other ranks wrote it."""
+    state = name.partition("@")[0]
+    others = [known for known in stored if known.partition("@")[0] == state]
+    return "moments in 8 or 4 bits go on with as many devices, divided as they were" if others else ""
+
+
+def join(paths: Sequence[Path], path: Path) -> None:
+    """One file of whole tensors, a piece at a time."""
+    from safetensors import safe_open
+
+    stored = index(paths)
+    described = {name: (parts[0].dtype, _whole(parts)) for name, parts in stored.items()}
+
+    def pieces(name: str) -> Iterator[Tensor]:
+        parts, shape = stored[name], described[name][1]
+        if all(part.shape[1:] == shape[1:] for part in parts):
+            for part in parts:
+                with safe_open(part.path, framework="pt") as file:
+                    yield file.get_tensor(name)
+            return
+        whole = torch.empty(shape, dtype=parts[0].dtype)
+        read(paths, {name: Part(whole, (0,) * len(shape), shape)})
+        yield whole
+
+    write_pieces(path, described, pieces)
+
+
+def _whole(parts: Sequence[Stored]) -> tuple[int, ...]:
+    return tuple(max(p.start[d] + p.shape[d] for p in parts) for d in range(len(parts[0].shape)))
