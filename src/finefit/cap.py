@@ -6,7 +6,7 @@ costs nothing. For trying what a run does where memory is short.
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .parts import before_resizing, local
 from .scratch import is_mapped
 from .units import format_bytes
 
@@ -33,7 +34,20 @@ class Cap(TorchDispatchMode):
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
         self.limit_bytes, self.live_bytes = limit_bytes, 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}  # bytes by storage
+        self._following = ExitStack()
+
+    def __enter__(self) -> Any:
+        self._following.enter_context(before_resizing(self._resized))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._following.close()
+        super().__exit__(*raised)
+
+    def _resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
+        if storage._cdata in self._known:
+            self._take(storage._cdata, n_bytes - self._known[storage._cdata])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -47,19 +61,22 @@ class Cap(TorchDispatchMode):
         return True
 
     def _see(self, tensor: Tensor) -> None:
+        tensor = local(tensor)
         storage = tensor.untyped_storage()
         key, n_bytes = storage._cdata, storage.nbytes()
         if key in self._known or is_mapped(tensor):
             return
-        if self.live_bytes + n_bytes > self.limit_bytes:
-            raise Refused(n_bytes, self.live_bytes, self.limit_bytes)
-        self._known.add(key)
-        self.live_bytes += n_bytes
-        weakref.finalize(storage, self._gone, key, n_bytes)
+        self._take(key, n_bytes)
+        weakref.finalize(storage, self._gone, key)
 
-    def _gone(self, key: int, n_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= n_bytes
+    def _take(self, key: int, n_bytes: int) -> None:
+        if n_bytes > 0 and self.live_bytes + n_bytes > self.limit_bytes:
+            raise Refused(n_bytes, self.live_bytes, self.limit_bytes)
+        self._known[key] = self._known.get(key, 0) + n_bytes
+        self.live_bytes += n_bytes
+
+    def _gone(self, key: int) -> None:
+        self.live_bytes -= self._known.pop(key)
 
 
 @contextmanager

@@ -9,15 +9,17 @@ from typing import NoReturn
 from . import keeper
 from .engines.local import Options, is_rank
 from .errors import ConfigError, did_you_mean
+from .events import EventLog
 from .meshes import mesh_of
+from .plan import Plan
 from .session import Job
+from .supervise import changed
 
 LOG_FORMATS = ("auto", "live", "plain", "json")
 
 
 def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
     """Carry out the job that ``begun`` gives, once the options are known to be right; SystemExit(130) where it was stopped."""
-    from .events import EventLog
     from .terminal.live import reporter
     from .units import parse_bytes
 
@@ -27,7 +29,7 @@ def launch(begun: Callable[[], Job], how: Options, resumed: bool) -> None:
     if is_rank():
         from .rank import run_rank
 
-        leave(run_rank(begun, how, resumed))
+        leave(run_rank(begun, how))
     job = begun()
     keeper.tell(keeper.Told(str(job.folder.resolve()), job.hardware.kind, how.words()))
     if (devices := mesh_of(job.plan.techniques).devices) > 1:
@@ -57,6 +59,8 @@ def _on_devices(job: Job, devices: int, how: Options, resumed: bool) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         wished = job.config.hardware.threads
         threads = max(cores // devices, 1) if wished == "auto" else wished
+    if job.before:
+        _tell_other_plan(job, job.before)
     with job.held:  # the first rank takes it
         pass
     os.environ[DEVICE] = job.hardware.kind
@@ -65,6 +69,16 @@ def _on_devices(job: Job, devices: int, how: Options, resumed: bool) -> int:
     if not code:
         print(f"done: {folder}  (finefit report {folder}, finefit chat {folder})", file=sys.stderr)
     return code
+
+
+def _tell_other_plan(job: Job, before: Plan) -> None:
+    """Ranks go on with what is in the folder, and rehearse it where the log says that it is new."""
+    step = int(keeper.newest(job.folder).removeprefix("step-") or 0)
+    with EventLog(job.folder / "events.jsonl") as log:
+        log.write(
+            "replan", step=step, plan=job.plan.to_json(), predicted=job.plan.predicted.to_json(),
+            message=f"as asked: {changed(before, job.plan)}",
+        )  # fmt: skip
 
 
 def leave(code: int) -> NoReturn:

@@ -12,7 +12,7 @@ where it was born is temporary.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .footprint import COMPONENTS
-from .parts import local
+from .parts import before_resizing, local
 from .scratch import is_mapped
 from .stream import Entry, Stream, block_of
 
@@ -45,6 +45,7 @@ class Ledger(Stream, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.workspaces, self.device = workspaces or {}, device
         self._live: dict[int, int] = {}  # storage key → entry
+        self._following = ExitStack()
         self._coming = ""
 
     def mark(self, name: str) -> None:
@@ -68,26 +69,18 @@ class Ledger(Stream, TorchDispatchMode):
             self.entries[self._see(tensor)].whole = True
 
     def __enter__(self) -> Any:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        self._following.enter_context(before_resizing(self._resized))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._following.close()
         super().__exit__(*raised)
 
-    def _resizing(self, resize: Any) -> Any:
-        """FSDP2 keeps the tensors it gathers into, and takes and frees their memory by the size of their storage."""
-
-        def resized(storage: torch.UntypedStorage, n_bytes: int) -> Any:
-            out, key = resize(storage, n_bytes), storage._cdata
-            if key in self._live:
-                self.died(self._live[key])
-                held = n_bytes if storage.device.type == self.device else 0
-                self._live[key] = self.born(Entry(held, 0, 0, (n_bytes,), 1, "temporary"))
-            return out
-
-        return resized
+    def _resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
+        if storage._cdata in self._live:
+            self.died(self._live[storage._cdata])
+            held = n_bytes if storage.device.type == self.device else 0
+            self._live[storage._cdata] = self.born(Entry(held, 0, 0, (n_bytes,), 1, "temporary"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

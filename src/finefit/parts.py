@@ -1,7 +1,10 @@
 """The part of a weight that a rank holds: of a tensor that FSDP2 shards (a ``DTensor``) its own rows, of any other all of it."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -33,3 +36,20 @@ def put(into: Tensor, whole: Tensor) -> None:
         local(into).copy_(whole[start:stop])
     else:
         into.copy_(whole)
+
+
+@contextmanager
+def before_resizing(told: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """``told`` hears of each storage that is about to have another size: FSDP2 keeps the tensors it gathers into, and takes
+    and frees their memory so, which no operator shows."""
+    resize: Any = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+        told(storage, n_bytes)
+        return resize(storage, n_bytes)
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

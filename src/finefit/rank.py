@@ -47,13 +47,13 @@ _LOST = (
 LESSON = "lesson.json"  # of all shortages of the run so far
 
 
-def run_rank(begun: Callable[[], Job], how: Options, resumed: bool) -> int:
+def run_rank(begun: Callable[[], Job], how: Options) -> int:
     """The exit code of this rank. ``begun`` makes the run, or goes on with it, on the first one."""
     _tell_where_it_stands()
     kind = "cuda" if os.environ.get(local.DEVICE, "") == "cuda" else "cpu"
     world.begin(kind)
     try:
-        job = _joined(begun)
+        job, resumed = _joined(begun)
         mesh = mesh_of(job.plan.techniques)
         if mesh.devices != dist.get_world_size():
             hint = f"start as many: torchrun --nproc-per-node {mesh.devices} -m finefit resume {job.folder}"
@@ -67,45 +67,59 @@ def run_rank(begun: Callable[[], Job], how: Options, resumed: bool) -> int:
     except (RuntimeError, EngineError) as error:
         if not any(sentence in str(error) for sentence in _LOST):
             raise
-        _leave(f"this rank lost the others: {str(error).splitlines()[0]}", local.LOST)
+        where = "".join(getattr(error, "__notes__", ()))
+        _leave(f"rank {dist.get_rank()} lost the others{where} ({_said(error)})", local.LOST)
     _end_together()
     if status != "stopped":
         return 0
     if job.world.is_first:
         print(f"stopped, saved after step {last_step(job)}; finefit resume {job.folder} goes on", file=sys.stderr)
-    return 130
+    return local.STOPPED
 
 
-def _joined(begun: Callable[[], Job]) -> Job:
-    """The first rank begins; the others go on with what it has written."""
-    is_first = dist.get_rank() == 0
-    told: list[Any] = [None]
-    try:
-        job = _replanned(begun()) if is_first else None
-        told = [str(job.folder) if job else ""]
-    finally:
-        if is_first:
-            dist.broadcast_object_list(told)
-    if job is not None:
-        return job
-    dist.broadcast_object_list(told)
-    if told[0] is None:
+def _said(error: BaseException) -> str:
+    """The library's sentence without its source file, and without its advice."""
+    return str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
+
+
+def _joined(begun: Callable[[], Job]) -> tuple[Job, bool]:
+    """The job, and whether it was begun before: the first rank begins, the others go on with what it has written."""
+    job, told = None, ("", False)
+    if dist.get_rank() == 0:
+        try:
+            job = begun()
+            told = str(job.folder), (job.folder / "events.jsonl").exists()
+            job = _replanned(job)
+        finally:
+            dist.broadcast_object_list([told if job else ("", False)])
+    else:
+        said: list[Any] = [None]
+        dist.broadcast_object_list(said)
+        told = said[0]
+    if not told[0]:
         _leave("the first rank could not begin", local.LOST)
-    return session.again(Path(told[0]), holds=False)
+    return job or session.again(Path(told[0]), holds=False), told[1]
 
 
 def _replanned(job: Job) -> Job:
-    """Less memory for all, where it ran out on any rank the last time."""
+    """Less memory for all, where it ran out on any rank the last time; where on several, by the one that needed most."""
     folder = job.folder / local.LOGS
-    for path in sorted(folder.glob(f"{local.SHORTAGE}*.json")):
-        said = json.loads(path.read_text())
-        micro = said.pop("micro", None)
-        lesson = _lesson(folder)
-        with EventLog(job.folder / "events.jsonl") as log:
-            job, lesson = replanned(job, log, Shortage(**said, micro=Micro(**micro) if micro else None), lesson)
-        write_atomically(folder / LESSON, json.dumps(asdict(lesson)).encode())
+    paths = sorted(folder.glob(f"{local.SHORTAGE}*.json"))
+    if not paths:
+        return job
+    met = max((_shortage(path) for path in paths), key=lambda one: one.held_bytes + one.asked_bytes)
+    with EventLog(job.folder / "events.jsonl") as log:
+        job, lesson = replanned(job, log, met, _lesson(folder))
+    write_atomically(folder / LESSON, json.dumps(asdict(lesson)).encode())
+    for path in paths:
         path.unlink()
     return job
+
+
+def _shortage(path: Path) -> Shortage:
+    said = json.loads(path.read_text())
+    micro = said.pop("micro", None)
+    return Shortage(**said, micro=Micro(**micro) if micro else None)
 
 
 def _lesson(folder: Path) -> Lesson:
@@ -157,10 +171,9 @@ def main() -> None:
     """The command's words are those of ``engines.local``: no user writes them."""
     folder, *words = sys.argv[1:]
     options = dict(zip(words[1::2], words[2::2], strict=True))
-    resumed = words[0] == "--resumed"
     how = Options(options["--log-format"], options.get("--memory-limit"), adapt=False)
     try:
-        code = run_rank(lambda: session.again(Path(folder), is_new=not resumed), how, resumed)
+        code = run_rank(lambda: session.again(Path(folder), is_new=words[0] != "--resumed"), how)
     except FinefitError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code

@@ -1,5 +1,6 @@
 """A run to its end: where memory runs out its state is kept, another plan made (``supervise``), and carried out from there."""
 
+import time
 from dataclasses import replace
 
 from . import adapt, checkpoint, planning, shortage, supervise
@@ -69,6 +70,7 @@ def _carry_out(job: Job, log: EventLog, attempt: Attempt, limit_bytes: int | Non
             continue
         except shortage.ERRORS as error:
             if not shortage.is_shortage(error):
+                _note_where(error, attempt)
                 raise
             met = _met(job, attempt, error)
             if job.world.size > 1:
@@ -94,7 +96,21 @@ def replanned(
     """The job by a plan that needs less, after memory ran out on one of its ranks."""
     message = f"{MOMENT_LABELS[met.moment]}: {met.message}" if met.moment else met.message
     log.write("out_of_memory", step=met.step, message=message, moment=met.moment or None)
-    return _leaner(job, log, met, before)
+    started = time.perf_counter()
+    try:
+        return _leaner(job, log, met, before)
+    except OutOfMemory as error:
+        tell_end(job, log, "failed", started)
+        error.where = str(job.folder)
+        raise
+
+
+def _note_where(error: BaseException, attempt: Attempt) -> None:
+    """What an error of a library cannot say: where in the run it was."""
+    if attempt.run is not None:
+        doing = attempt.run.doing
+        moment = MOMENT_LABELS.get(doing.moment, doing.moment)
+        error.add_note(f" after step {doing.step}, at {moment}, micro-batch {doing.micro + 1}")
 
 
 def _write_plan(job: Job, log: EventLog, plan: Plan) -> None:

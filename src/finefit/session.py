@@ -78,7 +78,10 @@ class Job:
 
 
 def new(config: Config, plan_file: Path | None) -> Job:
-    """A new run, planned (or told by ``plan_file``), its folder made with config and plan in it."""
+    """A new run, planned (or told by ``plan_file``), its folder made with config and plan in it. Where torch's launcher
+    begins its processes again, the one that they had begun goes on."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and (begun := _begun_before(config)):
+        return again(begun)
     folder = run_folder(config)
     peak_rate(config, "lora")  # or there is none, and nothing is planned first
     asset = model_folder(config.model)
@@ -96,6 +99,17 @@ def new(config: Config, plan_file: Path | None) -> Job:
     write_atomically(folder / BASE, json.dumps(base).encode())
     said = tuple(sentence for sentence in (asset.says, *_said_of(data), *warnings_of(plan)) if sentence)
     return Job(config, plan, hardware, data, tokenizer, asset.folder, folder, held, said)
+
+
+def _begun_before(config: Config) -> Path | None:
+    """The newest run of this very config that has a plan."""
+    wanted = dump(config)
+    found = [
+        path.parent
+        for path in Path(config.output_dir).glob(f"{config.name or '*'}/config.yaml")
+        if path.read_text(encoding="utf-8") == wanted and (path.parent / "plan.json").is_file()
+    ]
+    return max(found, key=lambda folder: (folder / "plan.json").stat().st_mtime, default=None)
 
 
 def _said_of(data: Data) -> tuple[str, ...]:

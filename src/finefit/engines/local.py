@@ -22,8 +22,8 @@ from pathlib import Path
 from .. import keeper
 from ..files import write_atomically
 
-SHORT, LOST = 75, 76
-"""Exit codes of a rank whose memory ran out, and of one that others did not answer."""
+SHORT, LOST, STOPPED = 75, 76, 130
+"""Exit codes of a rank whose memory ran out, of one that others did not answer, of one that was asked to stop."""
 MOST = keeper.MOST  # times that all begin again without a checkpoint between
 LOGS = "ranks"  # of the run's folder
 DEVICE = "FINEFIT_DEVICE"  # in a rank's environment: the kind of its device
@@ -57,6 +57,8 @@ class Failure:
     by_system: bool = False
 
     def says(self) -> str:
+        if self.code == LOST:
+            return f"rank {self.rank} did not answer the others any more"
         if self.by_system:
             return f"rank {self.rank} was killed by the system for want of memory"
         if self.code < 0:
@@ -82,8 +84,8 @@ def carry_out(folder: Path, size: int, threads: int, words: Callable[[bool], Seq
         failure = _together(folder, size, threads, words(resumed))
         if failure is None:
             return 0
-        if failure.code in (130, keeper.CANNOT):  # stopped as it was asked; or told by the rank itself what is wrong
-            return failure.code if failure.code == 130 or failure.rank == 0 else _told(folder, failure)
+        if failure.code == STOPPED or (failure.code, failure.rank) == (keeper.CANNOT, 0):  # it has said so itself
+            return failure.code
         if not (failure.code == SHORT or failure.by_system):
             return _told(folder, failure)
         saved = keeper.newest(folder)
@@ -146,10 +148,14 @@ def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> Failure | None:
     while True:
         ended = {rank: process.poll() for rank, process in enumerate(ranks)}
         bad = {rank: code for rank, code in ended.items() if code}
-        if bad:
+        stopped = set(bad.values()) == {STOPPED}  # by a wish they agreed on: each has something to say yet
+        if bad and not (stopped and None in ended.values()):
             if all(code == LOST for code in bad.values()):  # whom it lost is about to be seen
                 time.sleep(_TELLS_S)
                 bad |= {rank: code for rank, p in enumerate(ranks) if (code := p.poll())}
+            hung = [rank for rank, process in enumerate(ranks) if process.poll() is None]
+            if hung and all(code == LOST for code in bad.values()):
+                return Failure(hung[0], LOST)
             return _blamed(bad)
         if all(code == 0 for code in ended.values()):
             return None

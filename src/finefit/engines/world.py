@@ -19,7 +19,8 @@ from ..mesh import Mesh
 from .alone import DIMENSIONS, Alone, Dimension
 
 LONGEST_S = 600.0
-"""For which a collective waits for the others: the first of a step may wait for a checkpoint, and for kernels to compile."""
+"""For which a collective waits for the others: the first of a step may wait for a checkpoint, and for kernels to compile.
+``FINEFIT_TIMEOUT_S`` in the environment is another time."""
 
 
 class World(Alone):
@@ -78,8 +79,21 @@ def begin(kind: str) -> torch.device:
     if kind == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=LONGEST_S))
+    patience = timedelta(seconds=float(os.environ.get("FINEFIT_TIMEOUT_S", LONGEST_S)))
+    meeting: Any = _meeting()
+    dist.init_process_group(backend, timeout=patience, **meeting)
     return device
+
+
+def _meeting() -> dict[str, Any]:
+    """Where processes meet that torch's launcher has begun again: in a part of its store that is new, or they would wait for
+    those that are gone (torch 2.13: the store outlives them)."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    return {"store": dist.PrefixStore(f"finefit-{attempt}", store), "rank": rank, "world_size": size}
 
 
 def end() -> None:
