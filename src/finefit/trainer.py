@@ -128,7 +128,8 @@ def _hooks(job: Job, run: Run, log: EventLog, attempt: Attempt) -> loop.Hooks:
 def _stops(job: Job, run: Run, attempt: Attempt, begun_at: int) -> bool:
     """At a step's end: somebody asked for it, or another plan is better."""
     if run.world.size > 1:
-        return run.world.any(attempt.stopping())
+        attempt.stopping.asked = run.world.any(attempt.stopping())
+        return attempt.stopping()
     is_time = attempt.then is None and run.doing.step - begun_at == adapt.AFTER  # it is asked again when all is saved
     if is_time and attempt.measured and not attempt.stopping():
         attempt.then = attempt.better(job, attempt.measured)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..mesh import Mesh
@@ -92,8 +93,8 @@ def _meeting() -> dict[str, Any]:
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
-    return {"store": dist.PrefixStore(f"finefit-{attempt}", store), "rank": rank, "world_size": size}
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    return {"store": PrefixStore(f"finefit-{attempt}", store), "rank": rank, "world_size": size}
 
 
 def end() -> None:
