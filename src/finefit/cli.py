@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from . import words as words_of
 from .environment import kept_process, steady_environment
 from .errors import ConfigError, FinefitError, did_you_mean
 
@@ -27,6 +28,10 @@ MemoryLimit = Annotated[
     str | None, typer.Option(help="refuse tensors beyond this, as a smaller device would: to try what a run does then")
 ]
 Adapt = Annotated[bool, typer.Option("--adapt", help="use memory that turns out to be free: a faster plan, once")]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="how many devices: 2, or cpu:4 for processes on this CPU; with --gpu, of those in a machine"),
+]
 Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yaml, then key=value settings")]
 
 
@@ -47,7 +52,8 @@ def plan(  # noqa: PLR0913 (each is an option)
     budget: Annotated[str | None, typer.Option(help="memory to use: 8GiB, 80%, -1GiB, 6GiB..8GiB")] = None,
     method: Annotated[str | None, typer.Option(help="full, lora, qlora or auto")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens of the longest example")] = None,
-    devices: Annotated[int | None, typer.Option(help="how many devices another tool's run file is for")] = None,
+    devices: Devices = None,
+    nodes: Annotated[int | None, typer.Option(help="machines that the devices are in, as many in each")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the plan here; train --plan obeys it")
     ] = None,
@@ -66,27 +72,27 @@ def plan(  # noqa: PLR0913 (each is an option)
     if diff:
         _show_diff(words or [], as_json)
         return
-    if _is_foreign(words or []):
+    if words_of.is_foreign(words or []):
         unheard = {"--budget": budget, "--method": method, "--max-length": max_length, "-o": output}
         switches = {"--explain": explain, "--verify": verify}
         given = [
             option for option, value in {**unheard, **switches}.items() if value is not None and value is not False
         ]
-        _foretell(words or [], gpu, devices, as_json, given)
+        _foretell(words or [], gpu, words_of.count_of(devices), as_json, given)
         return
-    if devices is not None:
-        hint = f"devices of this run are told by --gpu: --gpu '{max(devices, 1)} x H100'"
-        raise ConfigError("--devices is for another tool's run file, and this is finefit's own run", hint=hint)
+    gpu = words_of.of_machines(gpu, devices, nodes)
+    here = [] if gpu else words_of.of_devices(devices)
     chosen = {"memory.budget": budget, "method": method, "train.max_length": max_length}
-    config = _config(words or [], [f"{key}={value}" for key, value in chosen.items() if value is not None])
+    said = [f"{key}={value}" for key, value in chosen.items() if value is not None]
+    config = words_of.config_of(words or [], [*said, *here])
     data = None
     if config.data is not None:
         from .assets import model_folder
         from .examples import read_data, tokenizer_of
 
-        _check_data(config)
+        words_of.check_data(config)
         data = read_data(config, tokenizer_of(model_folder(config.model).folder))
-    model, hardware = resolve_model(config.model), planning.hardware_of(config, gpu)
+    model, hardware = resolve_model(config.model), words_of.over_nodes(planning.hardware_of(config, gpu), nodes)
     made = planning.make_plan(config, replace(model, name=planning.called(config)), hardware, data)
     if output:
         made.save(output)
@@ -113,6 +119,7 @@ def _verified(made: Any, config: Any, model: Any, hardware: Any, data: Any) -> d
 def train(
     words: Words = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="obey this plan file")] = None,
+    devices: Devices = None,
     log_format: LogFormat = "auto",
     memory_limit: MemoryLimit = None,
     adapt: Adapt = False,
@@ -123,11 +130,30 @@ def train(
     from .launch import launch
 
     kept_process()
-    config = _config(words or [], [])
+    config = words_of.config_of(words or [], words_of.of_devices(devices))
     if config.data is None:
         raise ConfigError("no data is named", hint="finefit train MODEL DATA, or data: in the run file")
-    _check_data(config)
+    words_of.check_data(config)
     launch(lambda: session.new(config, plan_file), Options(log_format, memory_limit, adapt), resumed=False)
+
+
+@app.command()
+def launch(
+    words: Words = None,
+    nodes: Annotated[int, typer.Option(help="machines")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="devices of each")] = 8,
+    host: Annotated[str, typer.Option(help="name or address of the first machine")] = "",
+    form: Annotated[str, typer.Option("--for", help="torchrun, slurm, skypilot or ray")] = "torchrun",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write it to this file")] = None,
+    run: Annotated[bool, typer.Option("--run", help="carry out this machine's line, as on each of the others")] = False,
+) -> None:
+    """Several machines: print the line for each, or a job file for a cluster; --run carries it out here."""
+    from . import jobs
+
+    job = jobs.Job(words_of.for_all(words or []), nodes, gpus_per_node, host)
+    if run:
+        jobs.run(job)
+    jobs.write(jobs.text_of(job, form), output)
 
 
 @app.command()
@@ -244,44 +270,6 @@ def fits(
     show_fits(fits(hardware, chosen, model), as_json=as_json)
 
 
-def _config(words: list[str], options: list[str]) -> Any:
-    """A run file or MODEL [DATA], then key=value overrides; options are overrides too."""
-    from .config import load
-    from .config.load import names_in
-    from .planning import standing
-
-    names = names_in(words)
-    overrides = [word for word in words if word not in names]
-    _agree(overrides, options)
-    if names and names[0].endswith((".yaml", ".yml")):
-        if len(names) > 1:
-            raise ConfigError(f"'{names[1]}' after a run file is not a setting", hint="say key=value")
-        return standing(load(Path(names[0]), [*overrides, *options], {}))
-    if len(names) > 2:
-        raise ConfigError(f"'{names[2]}' is not a setting", hint="say MODEL DATA, then key=value")
-    return standing(load(None, [*overrides, *options], dict(zip(("model", "data"), names, strict=False))))
-
-
-def _agree(overrides: list[str], options: list[str]) -> None:
-    """Of one key said often the last word counts, as in other tools; an option beside it must say the same."""
-    said = dict(word.split("=", 1) for word in overrides if "=" in word)
-    for key, _, value in (option.partition("=") for option in options):
-        if said.get(key, value) != value:
-            raise ConfigError(f"{key} is said twice: {said[key]} and {value}", hint="leave one of them out")
-
-
-def _is_foreign(words: list[str]) -> bool:
-    """Whether the first word that is no setting is another tool's run file."""
-    from .config.load import names_in
-
-    named = next((Path(name) for name in names_in(words)), None)
-    if named is None or named.suffix not in (".yaml", ".yml") or not named.is_file():
-        return False
-    from .config.dialects import is_foreign
-
-    return is_foreign(named)
-
-
 def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: bool, given: list[str]) -> None:
     """``given`` are options that only finefit's own runs have."""
     from . import foretell as foretelling
@@ -299,15 +287,6 @@ def _foretell(words: list[str], gpu: str | None, devices: int | None, as_json: b
         print(json.dumps(told, indent=1))
     else:
         foretold_view(told)
-
-
-def _check_data(config: Any) -> None:
-    """Data that is not there is told before a model is looked for, which takes long and may fail for its own reason."""
-    from .data.readers import check_named
-
-    for name in (config.data, config.eval_data):
-        if name:
-            check_named(name)
 
 
 def _show_diff(words: list[str], as_json: bool) -> None:

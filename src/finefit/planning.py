@@ -60,9 +60,9 @@ def _with_devices(machine: HardwareSpec, config: Config) -> HardwareSpec:
         raise ConfigError(
             f"hardware.devices={wished}, and {count} processes were started", hint="leave one of them out"
         )
-    if machine.kind == "cpu":
-        return machine if count == 1 else machine.shared_by(count)
     nodes = max(ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), 1)
+    if machine.kind == "cpu":
+        return machine if count == 1 else replace(machine.shared_by(count // nodes), count=count, nodes=nodes)
     if count > machine.count * nodes:
         hint = f"say {machine.count} or less; finefit launch --nodes takes more machines"
         raise ConfigError(f"{count} devices were asked for, {machine.count} are here", hint=hint)

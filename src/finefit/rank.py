@@ -74,7 +74,7 @@ def run_rank(begun: Callable[[], Job], how: Options) -> int:
         return 0
     if job.world.is_first:
         print(f"stopped, saved after step {last_step(job)}; finefit resume {job.folder} goes on", file=sys.stderr)
-    return local.STOPPED
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else local.STOPPED  # torch's launcher would begin again
 
 
 def _said(error: BaseException) -> str:

@@ -13,9 +13,9 @@ from .plan import Plan
 from .run import batches_of
 from .session import Job
 from .spec import ModelSpec
+from .stopping import Stopping
 from .trainer import (
     Attempt,
-    Stopping,
     attempted,
     device_of,
     example_of,

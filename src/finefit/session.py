@@ -32,6 +32,8 @@ from .units import format_bytes
 
 LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 _LION = 0.2
+# What torch's launcher, and SLURM of a job that was put back into its queue, count.
+BEGUN_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 BASE = "base.json"  # where the run's model is
 
 
@@ -78,9 +80,9 @@ class Job:
 
 
 def new(config: Config, plan_file: Path | None) -> Job:
-    """A new run, planned (or told by ``plan_file``), its folder made with config and plan in it. Where torch's launcher
-    begins its processes again, the one that they had begun goes on."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and (begun := _begun_before(config)):
+    """A new run, planned (or told by ``plan_file``), its folder made with config and plan in it. Where its processes
+    are begun again by whoever began them, the one that they had begun goes on."""
+    if any(int(os.environ.get(key, "0")) for key in BEGUN_AGAIN) and (begun := _begun_before(config)):
         return again(begun)
     folder = run_folder(config)
     peak_rate(config, "lora")  # or there is none, and nothing is planned first

@@ -1,6 +1,5 @@
 """Carrying one plan out: build, rehearse, evaluate, loop, export. The torch half of a session; functions, no class of deeds."""
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +25,10 @@ from .report.folder import write_report
 from .run import Example, MicroBatch, Run, batches_of, trainable
 from .session import Job, peak_rate
 from .spec import ModelSpec
+from .stopping import Stopping
 from .units import format_bytes
 
 SHORTEST_SAMPLE_S = 3.0  # an answer is shown for as long as its evaluation took, and no less
-# Ctrl-C, a container's end, and what schedulers send before they take a node back (SLURM's --signal=USR1@60).
-STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _UNCHANGED_LENGTH = 2  # examples used to check that packed neighbours do not see each other
 
 
@@ -42,7 +40,7 @@ class Attempt:
     """0 for the plan the run began with."""
     is_resumed: bool
     """Whether the run was begun before."""
-    stopping: "Stopping"
+    stopping: Stopping
     started: float = field(default_factory=time.perf_counter)
     run: Run | None = None
     has_begun: bool = False
@@ -376,37 +374,3 @@ def warn(log: EventLog, message: str, hint: str) -> None:
 
 def last_step(job: Job) -> int:
     return checkpoint.last_step(job.folder / "checkpoints")
-
-
-# What is sent to a group of processes comes to a run twice, once through its keeper.
-_SAME_WISH_S = 0.3
-
-
-class Stopping:
-    """Whether somebody asked for a stop at the next step boundary; from ``begin`` on signals ask. A second SIGINT stops at
-    once, as the first does before: nothing is lost then.
-    """
-
-    def __init__(self) -> None:
-        self.asked, self.since = False, 0.0
-        self.before: dict[int, Any] = {}
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def begin(self) -> None:
-        if not self.before:
-            self.before |= {which: signal.signal(which, self._ask) for which in STOPPING}
-
-    def end(self) -> None:
-        for which, handler in self.before.items():
-            signal.signal(which, handler)
-        self.before.clear()
-
-    def _ask(self, number: int, _frame: Any) -> None:
-        first, self.asked = not self.asked, True
-        if first:
-            self.since = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self.since > _SAME_WISH_S:
-            signal.signal(signal.SIGINT, self.before[signal.SIGINT])
-            signal.raise_signal(signal.SIGINT)
