@@ -18,7 +18,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from finefit import cli, events, planning
+from finefit import events, planning
+from finefit import words as words_of
 from finefit.coefficients import SHIPPED, read
 from finefit.config import Config
 from finefit.config.schema import SECTIONS
@@ -126,7 +127,7 @@ def filled(text: str) -> str:
 def does_not_fit() -> str:
     """The error of a plan that cannot be, as the terminal shows it; one technique a line."""
     model, gpu, overrides = TOO_LARGE
-    config = cli._config([model], overrides)
+    config = words_of.config_of([model], overrides)
     try:
         planning.make_plan(config, resolve_model(model), planning.hardware_of(config, gpu), None)
     except DoesNotFit as error:

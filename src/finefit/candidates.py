@@ -144,9 +144,12 @@ def _wished(question: Question) -> Iterator[Mesh]:
     found = list(meshes(question.hardware, question.job.global_batch_size))
     kept = [mesh for mesh in found if all(getattr(mesh, DEGREES[key]) == degree for key, degree in said.items())]
     if found and not kept:
-        words = ", ".join(f"memory.{key}={degree}" for key, degree in said.items())
+        words = ", ".join(f"{key} {degree}" for key, degree in said.items())
         there = "; ".join(dict.fromkeys(mesh.says() for mesh in found[:8]))
-        raise ConfigError(f"{question.hardware.says} cannot be divided so: {words}", hint=f"there are: {there}")
+        raise ConfigError(
+            f"{question.hardware.says} cannot be divided so: {words}",
+            hint=f"memory.parallel may be auto; there are: {there}",
+        )
     yield from kept
 
 

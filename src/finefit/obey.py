@@ -11,9 +11,10 @@ from typing import Any
 from .batches import Batches
 from .candidates import judged, rewrite
 from .config import Config
+from .config.schema import degrees
 from .errors import ConfigError, DoesNotFit
 from .footprint import Footprint
-from .meshes import mesh_of
+from .meshes import DEGREES, mesh_of
 from .plan import WARNING, Plan
 from .predict import footprint
 from .spec import HardwareSpec, ModelSpec
@@ -41,12 +42,16 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
     contradictions = [f"{key} is {said}, the plan has {has}" for key, said, has in _contradictions(plan, wish)]
     if plan.model != model.name:
         contradictions.insert(0, f"it is for {plan.model}, the model is {model.name}")
+    mesh = mesh_of(plan.techniques)
+    for key, degree in degrees(wish.config.memory.parallel).items():
+        if key in DEGREES and (has := getattr(mesh, DEGREES[key])) != int(degree):
+            contradictions.append(f"memory.parallel is {wish.config.memory.parallel}, the plan has {key} {has}")
     if contradictions:
         raise ConfigError("the plan is of another run: " + "; ".join(contradictions), hint=AGAIN)
-    if (devices := mesh_of(plan.techniques).devices) != wish.hardware.count:
+    if (devices := mesh.devices) != wish.hardware.count:
         hint = f"hardware.devices={devices} takes as many; or {AGAIN}"
         raise ConfigError(f"the plan is for {devices} devices, there are {wish.hardware.count}", hint=hint)
-    work = wish.batches.among(mesh_of(plan.techniques).data).work(*limits(plan))
+    work = wish.batches.among(mesh.data).work(*limits(plan))
     techniques: tuple[Technique, ...] = tuple(
         replace(t, most_steps=work.most_steps) if isinstance(t, Accumulation) else t for t in plan.techniques
     )

@@ -69,7 +69,7 @@ def alone(tmp_path_factory, model, data):  # noqa: F811
 
 def test_two_devices_learn_what_one_does(tmp_path, alone, model, data):  # noqa: F811
     code, _, error = finish(
-        train(tmp_path, model, data, "train.steps=8", "name=two", "hardware.devices=2", "memory.zero=3")
+        train(tmp_path, model, data, "train.steps=8", "name=two", "hardware.devices=2", "memory.parallel=zero3")
     )
     assert code == 0, error
     run = tmp_path / "runs/two"
@@ -88,7 +88,9 @@ def test_two_devices_learn_what_one_does(tmp_path, alone, model, data):  # noqa:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all_and_loses_nothing(tmp_path, alone, model, data, rank):  # noqa: F811
     """Another number of devices goes on where it was."""
-    process = train(tmp_path, model, data, "train.steps=8", "name=killed", "hardware.devices=2", "memory.zero=2")
+    process = train(
+        tmp_path, model, data, "train.steps=8", "name=killed", "hardware.devices=2", "memory.parallel=zero2"
+    )
     run = tmp_path / "runs/killed"
     wait_for(run, 2)
     os.kill(pids_of(run)[rank], signal.SIGKILL)
@@ -99,7 +101,7 @@ def test_a_killed_rank_ends_all_and_loses_nothing(tmp_path, alone, model, data, 
     assert error.count("error:") == 1 and f"error: rank {rank} was killed (SIGKILL), so all ranks were ended" in error
     assert f"finefit resume {run.relative_to(tmp_path)}" in error
     assert pids_of(run) == []
-    words = ("hardware.devices=1", "memory.zero=auto") if rank else ()
+    words = ("hardware.devices=1", "memory.parallel=auto") if rank else ()
     code, _, error = finish(begin(tmp_path, "resume", run, *words))
     assert code == 0, error
     assert differ(weights(run), weights(alone)) < 1e-6
@@ -107,7 +109,7 @@ def test_a_killed_rank_ends_all_and_loses_nothing(tmp_path, alone, model, data, 
 
 def test_memory_that_runs_out_on_a_rank_is_planned_for_on_all(tmp_path, alone, model, data):  # noqa: F811
     limit = ("--memory-limit", "1700KiB")
-    words = ("train.steps=8", "name=short", "hardware.devices=2", "memory.zero=3")
+    words = ("train.steps=8", "name=short", "hardware.devices=2", "memory.parallel=zero3")
     code, _, error = finish(train(tmp_path, model, data, *words, *limit))
     assert code == 0, error
     run = tmp_path / "runs/short"
@@ -142,7 +144,7 @@ def test_a_rank_that_hangs_is_named(tmp_path, model, data):  # noqa: F811
 
 @pytest.mark.slow
 def test_torchs_launcher_begins_ranks_too_and_begins_them_again(tmp_path, alone, model, data):  # noqa: F811
-    words = ["train.steps=8", "name=elastic", "memory.zero=3"]
+    words = ["train.steps=8", "name=elastic", "memory.parallel=zero3"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--standalone",
                "-m", "finefit", "train", str(model), str(data), *SETTINGS, *words, "--log-format", "plain"]  # fmt: skip
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

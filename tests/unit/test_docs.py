@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from finefit import cli
+from finefit import words as words_of
 from finefit.config import load
 from finefit.data.readers import open_source
 
@@ -101,7 +102,7 @@ def test_commands_are_real(path, tmp_path, monkeypatch):
         verb, *words = shlex.split(line)[1:]
         given = COMMANDS[verb].make_context(verb, words).params
         if verb in ("plan", "train") and not given.get("diff"):
-            assert cli._config(given["words"], []).model
+            assert words_of.config_of(given["words"], []).model
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finefit import cli, coefficients, phases
+from finefit import coefficients, phases, words
 from finefit.batches import Uniform
 from finefit.candidates import Question, rewrite
 from finefit.config import Config
@@ -128,5 +128,5 @@ def test_two_devices_that_contradict_each_other_are_refused() -> None:
 
 def test_an_option_and_a_setting_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="method is said twice: full and lora"):
-        cli._config(["m", "method=qlora", "method=full"], ["method=lora"])
-    assert cli._config(["m", "method=qlora", "method=lora"], ["method=lora"]).method == "lora"
+        words.config_of(["m", "method=qlora", "method=full"], ["method=lora"])
+    assert words.config_of(["m", "method=qlora", "method=lora"], ["method=lora"]).method == "lora"

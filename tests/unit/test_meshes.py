@@ -245,8 +245,12 @@ def test_a_plan_for_several_devices_is_not_begun_on_one():
     asked = question("2x A100-80GB", dataclasses.replace(FULL, method="lora"))
     plan = search(asked)
     config = Config(model="meta-llama/Llama-3.1-8B", method="lora", train={"global_batch_size": 64, "max_length": 2048})
-    with pytest.raises(ConfigError, match="the plan is for 2 devices, and this version trains on one"):
-        obeyed(plan, Wish(config, asked.model, asked.hardware, asked.batches, 64, None))
+    one = dataclasses.replace(asked.hardware, count=1)
+    with pytest.raises(ConfigError, match="the plan is for 2 devices, there are 1"):
+        obeyed(plan, Wish(config, asked.model, one, asked.batches, 64, None))
+    assert (
+        obeyed(plan, Wish(config, asked.model, asked.hardware, asked.batches, 64, None)).techniques == plan.techniques
+    )
 
 
 def test_more_devices_than_examples_are_still_used():

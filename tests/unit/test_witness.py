@@ -107,10 +107,9 @@ def test_options_of_finefits_own_runs_are_refused(run_file: Path, options: tuple
 
 def test_devices_are_of_another_tools_run_and_at_least_one(run_file: Path) -> None:
     assert ("--devices 0: a run has 1 to 100,000 devices", "") == refused(str(run_file), "--devices", "0")
-    assert (
-        "--devices is for another tool's run file, and this is finefit's own run",
-        "devices of this run are told by --gpu: --gpu '4 x H100'",
-    ) == refused("SmolLM2-135M", "--devices", "4")
+    assert ("--devices four is no number of devices", "say 4, or cpu:4 for processes on this CPU") == refused(
+        "SmolLM2-135M", "--devices", "four"
+    )
 
 
 def test_a_setting_before_the_file_is_refused_too(run_file: Path) -> None:

@@ -1,6 +1,6 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-48 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+50 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..spec import CheckpointingKind, PrecisionKind
 from ..units import MOST_BYTES, parse_budget
 from ..updating import OPTIMIZERS, OptimizerKind, Rounding
@@ -72,6 +72,36 @@ def _place(value: Any) -> Any:
     """As other tools call the places, and YAML's off."""
     known = {False: "none", "off": "none", "false": "none", "cpu": "host", "ram": "host", "nvme": "disk"}
     return known.get(value, value) if isinstance(value, str | bool) else value
+
+
+_DEGREE = re.compile(r"(data|zero[123]|(?:tensor|pipeline|context)[1-9]\d*)")
+
+
+def _parallel(value: Any) -> Any:
+    """Words joined by commas, spaces or x, each kind of them once."""
+    if value in (None, False, "none", "off"):
+        return "data"
+    words = [word for word in re.split(r"[\s,x+]+", str(value).lower()) if word]
+    for word in words:
+        if word != "auto" and not _DEGREE.fullmatch(word):
+            near = did_you_mean(word, ("data", "zero1", "zero2", "zero3", "tensor2", "pipeline2", "context2"))
+            raise ValueError(
+                f"'{word}' is no way to share a run; {near or 'say data, zero3, tensor2, pipeline2, context2'}"
+            )
+    kinds = [word.rstrip("0123456789") for word in words]
+    if len(set(kinds) - {"data"}) + ("data" in kinds) != len(kinds) or {"data", "zero"} <= set(kinds):
+        raise ValueError(f"'{value}' says one thing twice")
+    return ",".join(words) or "auto"
+
+
+def degrees(parallel: str) -> dict[str, str]:
+    """The plan's constraints: ZeRO's stage, 0 of data, and how many devices share a matrix, the blocks, an example."""
+    names = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "context": "context_parallel"}
+    found: dict[str, str] = {}
+    for word in parallel.split(",") if parallel != "auto" else ():
+        kind = word.rstrip("0123456789")
+        found[names.get(kind, "zero")] = word.removeprefix(kind) or "0"
+    return found
 
 
 def _names(value: Any) -> Any:
@@ -260,19 +290,17 @@ class Memory(_Section):
         default="auto", description="optimizer states off the device: on the host (a GPU's), on disk, none"
     )
 
-    zero: Auto | Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=3)] = Field(
+    parallel: Annotated[str, BeforeValidator(_parallel)] = Field(
         default="auto",
-        description="what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 weights too; 0 nothing",
+        description="how several devices share the run: data, zero1 (optimizer states), zero2 (gradients too), zero3 (weights "
+        "too), tensor2, pipeline2, context2 (so many devices for a matrix, the blocks, an example); some of them, as zero2,tensor4",
     )
-    tensor_parallel: Auto | Positive = Field(default="auto", description="devices that share every weight matrix")
-    pipeline_parallel: Auto | Positive = Field(default="auto", description="stages of blocks, a device each")
-    context_parallel: Auto | Positive = Field(default="auto", description="devices that share every example")
 
     def pins(self) -> tuple[tuple[str, str], ...]:
         """What the user fixed, as the plan's constraints: every key but budget and precision that is not ``auto``."""
-        kept = self.model_dump(exclude={"budget", "precision"})
+        kept = self.model_dump(exclude={"budget", "precision", "parallel"})
         said = {key: ",".join(value) if isinstance(value, tuple) else str(value).lower() for key, value in kept.items()}
-        return tuple((key, word) for key, word in said.items() if word != "auto")
+        return (*((key, word) for key, word in said.items() if word != "auto"), *degrees(self.parallel).items())
 
 
 class Hardware(_Section):
@@ -363,10 +391,9 @@ _SPELLINGS: dict[str, str] = {
     "memory.fused_backward_step": "optimizer_in_bwd",
     "memory.budget": "gpu_memory_limit max_memory",
     "memory.parameter_offload": "offload_param fsdp_offload_params blocks_to_swap",
-    "memory.zero": "zero_stage zero_optimization fsdp deepspeed ds_config",
-    "memory.tensor_parallel": "tensor_parallel_degree tensor_parallel_size tp tp_size tensor_model_parallel_size",
-    "memory.pipeline_parallel": "pipeline_parallel_degree pp pp_size pipeline_model_parallel_size",
-    "memory.context_parallel": "context_parallel_degree context_parallel_size cp cp_size sequence_parallel_degree",
+    "memory.parallel": "zero zero_stage zero_optimization fsdp deepspeed ds_config tensor_parallel tensor_parallel_degree"
+    " tensor_parallel_size tp_size pipeline_parallel pipeline_parallel_degree pp_size context_parallel"
+    " context_parallel_degree context_parallel_size cp_size sequence_parallel_degree mesh",
     "hardware.devices": "nproc_per_node num_gpus n_gpus num_processes n_gpu gpus_per_node",
 }  # fmt: skip
 
