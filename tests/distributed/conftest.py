@@ -1,5 +1,14 @@
+import json
+import os
+from pathlib import Path
+
 import pytest
 from pool import Ranks
+
+from finefit.mesh import Mesh
+
+WRITES = "FINEFIT_RANKS_TABLE"  # in the environment: the file that what was found is written to
+_found = []
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +26,27 @@ def _ranks(size):
     ranks = Ranks(size)
     yield ranks
     ranks.end()
+
+
+@pytest.fixture
+def told(record_property):
+    """Notes of a mesh and what it was tried with: that it was exact, or had the bytes, on so many ranks."""
+
+    def note(mesh, kind, what, ranks, engine="torch"):
+        row = {"mesh": Mesh(**mesh).says(), "engine": engine, "with": kind, "what": what, "ranks": ranks}
+        record_property("ranks", json.dumps(row))
+
+    return note
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        _found.extend(json.loads(value) for name, value in report.user_properties if name == "ranks")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """A table is of a whole run in which nothing failed."""
+    path = os.environ.get(WRITES)
+    if path and not exitstatus and _found:
+        rows = sorted(_found, key=lambda row: [str(value) for value in row.values()])
+        Path(path).write_text(json.dumps(rows, indent=1) + "\n")

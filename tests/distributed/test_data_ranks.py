@@ -42,20 +42,68 @@ def differences(found, alone):
     return max(off / size for off, size in apart.values() if size), whole
 
 
-@pytest.mark.parametrize("kind", TECHNIQUES)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_ranks_learn_what_one_process_does(two, mesh, kind):
-    found, alone = as_alone(two, MESHES[mesh], TECHNIQUES[kind], rate=1e-2 if SGD in TECHNIQUES[kind] else 1e-4)
+OF_FOUR = {
+    "data of four": {"replicas": 4}, "zero1 of four": {"shards": 4, "stage": 1}, "zero3 of four": {"shards": 4, "stage": 3},
+    "hybrid zero2": {"replicas": 2, "shards": 2, "stage": 2}, "hybrid zero3": {"replicas": 2, "shards": 2, "stage": 3},
+}  # fmt: skip
+# Of each kind one of every mesh or one mesh of every kind, and the others with make test-distributed.
+FEW = {
+    ("data", "full"),
+    ("zero1", "full"),
+    ("zero2", "full"),
+    ("zero3", "full"),
+    ("zero3", "qlora"),
+    ("zero3", "checkpointed"),
+}
+
+
+def some(meshes, kinds, few):
+    return [
+        pytest.param(mesh, kind, marks=[] if (mesh, kind) in few else pytest.mark.slow, id=f"{mesh}-{kind}")
+        for mesh in meshes
+        for kind in kinds
+    ]
+
+
+def learns_the_same(ranks, mesh, kind, told):
+    found, alone = as_alone(ranks, mesh, TECHNIQUES[kind], rate=1e-2 if SGD in TECHNIQUES[kind] else 1e-4)
     for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     largest, whole = differences(found["weights"], alone["weights"])
     assert largest < 2e-6 and whole < 1e-6
+    told(mesh, kind, "exact", ranks.size)
 
 
-@pytest.mark.parametrize("micro_steps", [1, 2])
-@pytest.mark.parametrize("kind", ["fp32", "bf16_mixed", "bf16 lora", "bf16 qlora", "checkpointed", "8-bit states"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps):
+@pytest.mark.parametrize("mesh, kind", some(MESHES, TECHNIQUES, FEW))
+def test_ranks_learn_what_one_process_does(two, mesh, kind, told):
+    learns_the_same(two, MESHES[mesh], kind, told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, kind", some(OF_FOUR, TECHNIQUES, ()))
+def test_four_ranks_learn_what_one_process_does(four, mesh, kind, told):
+    learns_the_same(four, OF_FOUR[mesh], kind, told)
+
+
+@pytest.mark.parametrize("mesh", ["data", "zero1", "zero3"])
+def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_all(two, mesh):
+    """The first rank's own gradients are finite; its weights stay, too, and then go on."""
+    techniques = [{"name": "precision", "kind": "fp16_mixed"}, *BASE, CLIPPED, MICRO]
+    for rank in two.call("overflowing", MESHES[mesh], techniques, CONFIG, LENGTHS):
+        assert rank == {"scales": [65536.0, 32768.0, 32768.0], "moved": [False, True]}
+
+
+KINDS = ("fp32", "bf16_mixed", "bf16 lora", "bf16 qlora", "checkpointed", "8-bit states")
+LEAN = {
+    ("data", "fp32"),
+    ("zero1", "8-bit states"),
+    ("zero2", "bf16_mixed"),
+    ("zero3", "bf16_mixed"),
+    ("zero3", "bf16 qlora"),
+}
+
+
+def has_the_bytes(ranks, mesh, kind, micro_steps, told):
     """To the byte for states; at each moment, but for what a process that communicates lets go of a moment later."""
     lora = {"name": "lora", "rank": 4}
     more = {
@@ -66,8 +114,21 @@ def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps
     precision = {"checkpointed": "bf16_mixed", "8-bit states": "fp32"}.get(kind, kind.partition(" ")[0])
     techniques = [{"name": "precision", "kind": precision}, *more, *BASE, CLIPPED, {**MICRO, "most_steps": micro_steps}]
     config = {**CONFIG, "num_hidden_layers": 6, "vocab_size": 512, "tie_word_embeddings": False}
-    found = two.call("measured", MESHES[mesh], techniques, config, (128, 128), micro_steps)
+    found = ranks.call("measured", mesh, techniques, config, (128, 128), micro_steps)
     for predicted, measured in (rank["states"] for rank in found):
         assert predicted == measured
     peaks = [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
     assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in peaks)
+    told(mesh, kind, "bytes", ranks.size)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("mesh, kind", some(MESHES, KINDS, LEAN))
+def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps, told):
+    has_the_bytes(two, MESHES[mesh], kind, micro_steps, told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, kind", some(OF_FOUR, KINDS, ()))
+def test_the_bytes_of_four_ranks(four, mesh, kind, told):
+    has_the_bytes(four, OF_FOUR[mesh], kind, 2, told)

@@ -50,6 +50,24 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
 
 
+def overflowing(mesh, techniques, config, lengths):
+    """Scales around two steps, in the first of which the last rank has a gradient that is not finite; whether weights moved."""
+    run, _, _ = run_of(mesh, techniques, config)
+    beyond = next(p for p in run.model.parameters() if p.requires_grad)
+    scales, moved = [run.scaler.get_scale()], []
+    for step in range(2):
+        before = local(beyond.detach()).clone()
+        batches = batches_of(run, examples_of(lengths, seed=step))
+        loss = run.loss
+        if step == 0 and run.world.rank == run.world.size - 1:
+            run.loss = lambda *args: loss(*args) * float("inf")
+        loop.optimizer_step(run, batches, 1e-3)
+        run.loss = loss
+        scales.append(run.scaler.get_scale())
+        moved.append(not torch.equal(before, local(beyond.detach())))
+    return {"scales": scales, "moved": moved}
+
+
 def weights_of(run):
     """Whole, by name: every rank is asked, the first one answers."""
     found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in run.model.named_parameters()}

@@ -61,7 +61,7 @@ def test_devices_are_a_count_or_processes_of_a_kind():
     assert of_devices("4") == ["hardware.devices=4"]
     assert of_devices("cpu:2") == ["hardware.device=cpu", "hardware.devices=2"]
     assert count_of("cuda:8") == 8
-    assert of_machines("H100", "8", 8) == "64 x H100 SXM 80GB"
+    assert of_machines("H100", "8", 8) == "64 x H100 SXM"
 
 
 def test_ranks_that_wait_for_each_other_have_as_many_micro_batches():
