@@ -9,10 +9,10 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-faults check grid bench clean
+.PHONY: help demo test test-all test-faults test-distributed check grid bench clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: ## fine-tune SmolLM2-135M-Instruct on this machine, from nothing, and show what came out
 	@$(BOOT) train
@@ -29,6 +29,11 @@ test-all: ## every test (half an hour)
 test-faults: ## every fault at every moment: memory refused, killed, 20,000 generated inputs (half an hour)
 	@$(BOOT) train test
 	FINEFIT_GENERATED=2500 $(RUN)/python -m pytest $(SPLIT) -m "" tests/faults
+
+test-distributed: ## all on 2 and 4 processes, DeepSpeed where it is installed; writes the table of what was tried (half an hour)
+	@$(BOOT) train test
+	FINEFIT_RANKS_TABLE=benchmarks/results/ranks.json $(RUN)/python -m pytest -m "" tests/distributed
+	$(RUN)/python scripts/ranks_table.py
 
 check: ## format, lint, types, import contract, size budget
 	@$(BOOT) train test check

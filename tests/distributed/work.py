@@ -25,9 +25,16 @@ from tiny import CPU, config_of, examples_of, micro_of, spec_of
 MOMENTS = ("forward_end", "loss", "backward_peak", "optimizer_step")
 
 
+_devices = {}  # by mesh: gloo's groups have threads of their own, and are never given back
+
+
 def world_of(mesh):
     made = Mesh(**mesh)
-    return worlds.World(made, "cpu") if made.devices > 1 else None
+    if made.devices == 1:
+        return None
+    world = worlds.World(made, "cpu", _devices.get(made))
+    _devices[made] = world.devices
+    return world
 
 
 def run_of(mesh, techniques, config, rate=1e-3):

@@ -25,14 +25,14 @@ LONGEST_S = 600.0
 
 
 class World(Alone):
-    """``mesh`` over as many processes; `begin` comes first."""
+    """``mesh`` over as many processes; `begin` comes first. ``devices`` may be those of a world before it of the same mesh."""
 
-    def __init__(self, mesh: Mesh, kind: str) -> None:
+    def __init__(self, mesh: Mesh, kind: str, devices: DeviceMesh | None = None) -> None:
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh, self.kind = mesh, kind
         degrees = (mesh.stages, mesh.replicas, mesh.shards, mesh.tensor)
-        self.devices: DeviceMesh = init_device_mesh(kind, degrees, mesh_dim_names=DIMENSIONS)
+        self.devices: DeviceMesh = devices or init_device_mesh(kind, degrees, mesh_dim_names=DIMENSIONS)
         place = dict(zip(DIMENSIONS, self.devices.get_coordinate() or (), strict=True))
         self.place: dict[Dimension, int] = place
         self.data_rank, self.data_size = place["replicas"] * mesh.shards + place["shards"], mesh.data
