@@ -10,12 +10,13 @@ A process alone has a world, too, which asks nobody.
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import Parameter
 
 from ..mesh import Mesh
 
@@ -35,9 +36,11 @@ class Alone:
     """Whether ranks wait for each other in every micro-batch, so that all must have as many."""
     parts: list[Dimension]
     """Along which the model's gradients are in parts, when it is stepped."""
+    copies: set[Parameter]
+    """Of what is stepped here, all that is counted in the gradients' norm by another rank."""
 
     def __init__(self) -> None:
-        self.parts = []
+        self.parts, self.copies = [], set()
 
     @property
     def is_first(self) -> bool:
@@ -45,6 +48,10 @@ class Alone:
 
     def summed(self, values: Sequence[float]) -> list[float]:
         """Over the ranks that have examples of their own."""
+        return list(values)
+
+    def from_last(self, values: Sequence[float]) -> list[float]:
+        """What only a pipeline's last stage has, and the others have as zero."""
         return list(values)
 
     def any(self, flag: bool) -> bool:
@@ -60,6 +67,10 @@ class Alone:
 
     def wait(self) -> None:
         """Until all are here."""
+
+    def ends(self) -> dist.ProcessGroup:
+        """The first and the last device of a pipeline, of which this one is either."""
+        raise AssertionError("a process alone is no pipeline")
 
     def along(self, *dimensions: Dimension) -> DeviceMesh:
         """The part of the mesh that is this rank's, along some of its dimensions."""
@@ -85,9 +96,20 @@ class World(Alone):
     def along(self, *dimensions: Dimension) -> DeviceMesh:
         return self.devices[dimensions]
 
+    def ends(self) -> dist.ProcessGroup:
+        ranks = self.along("stages").mesh.flatten().tolist()
+        made: Any = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
+        return made  # type: ignore[no-any-return]
+
     def summed(self, values: Sequence[float]) -> list[float]:
+        return self._summed(values, "replicas", "shards")
+
+    def from_last(self, values: Sequence[float]) -> list[float]:
+        return self._summed(values, "stages")
+
+    def _summed(self, values: Sequence[float], *dimensions: Dimension) -> list[float]:
         told = torch.tensor(list(values), dtype=torch.float64, device=self.kind)
-        for dimension in ("replicas", "shards"):
+        for dimension in dimensions:
             if self.devices[dimension].size() > 1:
                 dist.all_reduce(told, group=self.group(dimension))
         return told.tolist()
