@@ -8,6 +8,7 @@ Symbols: as in ``poly``.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 
 from . import phases, recompute
@@ -101,14 +102,18 @@ def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint
 
     Without ``hardware`` the device is a CPU, and nothing is said of its memory beside tensors.
     """
-    found = [_of_device(part, hardware) for part in parts(layout)]
+    found = [of_device(part, hardware) for part in parts(layout)]
     return max(found, key=lambda f: f.peak_bytes)
 
 
-def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
+def of_device(part: Part, hardware: HardwareSpec | None = None) -> Footprint:
+    """The same of one device."""
     layout = part.layout
     fixed, sizes = states(layout), sizes_of(layout)
-    found = _walked(_Walk(part, fixed, sizes), _itinerary(part))
+    found: dict[str, dict[str, int]] = {}
+    for one in part.situations():
+        for moment, bytes_ in _of_step(one, fixed, sizes).items():
+            found[moment] = max(found.get(moment, {}), bytes_, key=lambda parts: sum(parts.values()))
     if evaluation_is_traced(layout):
         found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
     found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
@@ -117,6 +122,16 @@ def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
     on_host = recompute.on_host(layout) if hardware and hardware.kind == "cuda" else 0
     host = {moment: {"copies": on_host} for moment in (*STEP, "eval", "save") if on_host}
     return Footprint("predicted", moments, reserved, host=host)
+
+
+def _of_step(part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    walk = _Walk(part, fixed, sizes)
+    if part.in_flight > 1:
+        alone = _Walk(part, fixed, sizes)
+        _walked(alone, itertools.takewhile(lambda one: not one.section.startswith("backward"), _itinerary(part)))
+        for component in ("activation", "temporary"):
+            walk.live[component] = round(alone.live[component] * (part.in_flight - 1))
+    return _walked(walk, _itinerary(part))
 
 
 def _walked(walk: "_Walk", passes: Iterator[Pass]) -> dict[str, dict[str, int]]:
@@ -232,10 +247,9 @@ class _Walk:
         return Section(section.end, top, section.top_bytes + needed)
 
     def _turn(self, name: str) -> None:
-        """Where backward begins in a pipeline others are in flight; where it ends only shards of gradients are left."""
+        """Where backward begins what is gathered is reckoned with; where it ends only shards of gradients are left."""
         if name.startswith("backward") and not self.turned:
             self.turned = True
-            self.live["activation"] *= self.part.in_flight
             self.live["temporary"] += self.divided.gathered if self.divided else 0
         if name == "optimizer":
             self.live["gradient"] = self.fixed["gradient"]

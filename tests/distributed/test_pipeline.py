@@ -24,3 +24,43 @@ def learns_as_alone(ranks, mesh, techniques, config=DEEP):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_learn_what_one_process_does(two, schedule, kind):
     learns_as_alone(two, SCHEDULES[schedule], TECHNIQUES[kind])
+
+
+PRODUCTS = {
+    "data": {"stages": 2, "replicas": 2}, "zero1": {"stages": 2, "shards": 2, "stage": 1},
+    "zero2": {"stages": 2, "shards": 2, "stage": 2}, "four stages": {"stages": 4},
+    "zero2 interleaved": {**SCHEDULES["interleaved"], "shards": 2, "stage": 2},
+    "data interleaved": {**SCHEDULES["interleaved"], "replicas": 2},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TECHNIQUES)
+@pytest.mark.parametrize("mesh", PRODUCTS)
+def test_products_with_other_meshes_learn_what_one_process_does(four, mesh, kind):
+    learns_as_alone(four, PRODUCTS[mesh], TECHNIQUES[kind])
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["fp32", "bf16_mixed", "bf16 lora", "bf16 qlora", "checkpointed"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stages_bytes_are_those_that_are_predicted(two, schedule, kind, micro_steps):
+    bytes_as_predicted(two, SCHEDULES[schedule], kind, micro_steps)
+
+
+def bytes_as_predicted(ranks, mesh, kind, micro_steps, tied=True):
+    lora = {"name": "lora", "rank": 4}
+    more = {
+        "bf16 lora": [lora], "bf16 qlora": [lora, {"name": "quantized_base", "chunk": 2**14}],
+        "checkpointed": [{"name": "checkpointing", "blocks": 4}],
+    }.get(kind, [])  # fmt: skip
+    precision = {"checkpointed": "bf16_mixed"}.get(kind, kind.partition(" ")[0])
+    techniques = [{"name": "precision", "kind": precision}, *more, *BASE, CLIPPED, {**MICRO, "most_steps": micro_steps}]
+    config = {**DEEP, "num_hidden_layers": 6, "vocab_size": 512, "tie_word_embeddings": tied}
+    found = ranks.call("measured", mesh, techniques, config, (128, 128), micro_steps)
+    for predicted, measured in (rank["states"] for rank in found):
+        assert predicted == measured
+    peaks = [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
+    print([rank["moments"] for rank in found])
+    print(peaks, [round(a / b, 4) for a, b in peaks])
+    assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in peaks)

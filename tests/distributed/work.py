@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from finefit import loop, models, predict, trace
+from finefit import divided, loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
 from finefit.data.micro import shared_out
@@ -106,10 +106,11 @@ def measured(mesh, techniques, config, lengths, micro_steps):
     layout = replace(rewrite(spec_of(made), micro_of(batch), ordered), micro_steps=micro_steps)
     for technique in ordered:
         technique.verify(run, ledger)
-    said, seen = predict.footprint(layout).moments, ledger.moments()
+    part = divided.part(layout, run.world.place["stages"]) if layout.mesh.stages > 1 else divided.Part(layout)
+    said, seen = predict.of_device(part).moments, ledger.moments()
     return {
-        "states": [predict.states(layout), bytes_at_rest(run)],
-        "moments": {moment: [_beside_input(said[moment]), _beside_input(seen[moment])] for moment in MOMENTS},
+        "states": [predict.states(part.layout), bytes_at_rest(run)],
+        "moments": {moment: [_beside_input(said[moment]), _beside_input(seen[moment])] for moment in MOMENTS if moment in said},
     }
 
 
