@@ -9,7 +9,7 @@ plain block keeps them for backward. Torch-free.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .layout import Layout, ParamGroup, traced_blocks
 from .mesh import Mesh
@@ -49,6 +49,47 @@ class Part:
         return fresh, replace(self, in_flight=self.in_flight - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class InPipe:
+    """What a device of a pipeline holds beside the micro-batch that is looked at, by component."""
+
+    before: Mapping[str, int] = field(default_factory=dict)
+    """From before its forward to the end of its backward."""
+    turning: Mapping[str, int] = field(default_factory=dict)
+    """From where its backward begins, what was not there in its forward."""
+
+    @classmethod
+    def of(cls, part: Part, held: Mapping[str, int], left: int) -> "InPipe":
+        """``held`` of one micro-batch where backward begins. ``left`` of it when that is over: the walk of a device without
+        head ends without the gradient that it lets go of, or with the rows that the head would."""
+        layout, others = part.layout, part.in_flight - 1
+        rows = layout.micro.tokens * layout.model.hidden_size * _row_bytes(layout)
+        before = {component: round(n_bytes * others) for component, n_bytes in held.items()}
+        # Rows are received into tensors of their own where they are sent on to a stage of the same device.
+        more = 2 * (layout.mesh.stages_a_rank - 1) * part.in_flight
+        if not part.is_first and not any(g.trainable for g in layout.groups if g.role == "embedding"):
+            more += part.in_flight * _is_frozen(layout)  # what a frozen embedding gives nobody saves, what is received is
+        if part.in_flight < layout.micro_steps:
+            more += 1  # the list of what was received or sent last
+        turning = 0
+        if not part.is_last:
+            turning = max(-left, rows)
+            before["activation"] -= round(max(left, 0) * others)
+        before["temporary"] += round(more * rows)
+        return cls(before, {"temporary": turning})
+
+
+def _is_frozen(layout: Layout) -> bool:
+    """Whether only adapters train."""
+    return bool(layout.rank)
+
+
+def _row_bytes(layout: Layout) -> int:
+    """Of an element of what passes between stages: of the embedding's weights, as they are gathered."""
+    bits = max((g.bits for g in layout.groups if g.role == "norm"), default=32)
+    return min(bits, 16) // 8 if layout.graph[0] == "bf16" else bits // 8
+
+
 def parts(layout: Layout) -> tuple[Part, ...]:
     """The devices that may need most: of a pipeline the first (most micro-batches held) and the last (the head)."""
     stages = layout.mesh.stages
@@ -60,6 +101,7 @@ def part(layout: Layout, rank: int) -> Part:
     mesh, whole = layout.mesh, layout.model.num_hidden_layers
     is_first, is_last = rank == 0, rank == mesh.stages - 1
     own = len(mesh.shares(whole)[rank])
+    layout = replace(layout, micro_steps=mesh.turns(layout.micro_steps))
     groups = _staged(layout.groups, (own, whole), is_first, is_last, layout.model.tie_word_embeddings)
     return Part(
         replace(layout, groups=groups, own_blocks=own), is_first, is_last,

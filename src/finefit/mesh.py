@@ -47,6 +47,12 @@ class Mesh:
         slices = self.slices(depth)
         return [[i for blocks in slices[rank :: self.stages] for i in blocks] for rank in range(self.stages)]
 
+    def turns(self, micro_steps: int) -> int:
+        """Micro-batches that a pipeline takes for so many: interleaved ones come in rounds, each of as many."""
+        while self.schedule == "interleaved" and micro_steps % max(1, micro_steps // self.stages):
+            micro_steps += 1
+        return micro_steps
+
     def says(self) -> str:
         """``8 tensor parallel x 16 sharded``; ``one device`` where nothing is divided."""
         parts = [

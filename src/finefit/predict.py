@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from . import phases, recompute
 from .coefficients import evaluation_is_traced, sections_for
 from .data.micro import width
-from .divided import Divided, Part, parts
+from .divided import Divided, InPipe, Part, parts
 from .footprint import MOMENTS, STEP, Footprint
 from .layout import Layout, ParamGroup, traced_blocks
 from .recompute import Pass
@@ -126,11 +126,15 @@ def of_device(part: Part, hardware: HardwareSpec | None = None) -> Footprint:
 
 def _of_step(part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -> dict[str, dict[str, int]]:
     walk = _Walk(part, fixed, sizes)
-    if part.in_flight > 1:
-        alone = _Walk(part, fixed, sizes)
-        _walked(alone, itertools.takewhile(lambda one: not one.section.startswith("backward"), _itinerary(part)))
-        for component in ("activation", "temporary"):
-            walk.live[component] = round(alone.live[component] * (part.in_flight - 1))
+    if part.is_first and part.is_last:
+        return _walked(walk, _itinerary(part))
+    alone = _Walk(part, fixed, sizes)
+    for turned, passes in itertools.groupby(_itinerary(part), lambda one: one.section.startswith("backward")):
+        if turned:
+            held = {component: alone.live[component] for component in _HELD}
+        _walked(alone, passes)
+    walk.pipe = InPipe.of(part, held, sum(alone.live[component] for component in _HELD))
+    walk._add(walk.pipe.before, 1)
     return _walked(walk, _itinerary(part))
 
 
@@ -154,7 +158,7 @@ def _itinerary(part: Part) -> Iterator[Pass]:
         passed += times
     yield Pass("forward before", first, 1)  # later stages receive what the embedding gives the first
     yield from recompute.forward(part.layout, blocks)
-    for name in ("forward after", "loss", "backward start") if part.is_last else ():
+    for name in _AFTER if part.is_last else ():
         yield Pass(name, outer, 1, recompute.after(part.layout) if name == "forward after" else 0)
     yield from recompute.backward(part.layout, blocks)
     yield Pass("optimizer", outer, 1)
@@ -169,6 +173,8 @@ def _evaluation(part: Part) -> Iterator[Pass]:
         yield Pass(name, "eval", 1)
 
 
+_AFTER = ("forward after", "loss", "backward start")
+_HELD = ("activation", "temporary")
 _NOTHING = Section({}, {}, 0)
 
 
@@ -193,6 +199,7 @@ class _Walk:
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 8 * (2 * tokens + width(labelled) + labelled)}
         if layout.micro_steps == 1:
             self.live["gradient"] = 0
+        self.pipe = InPipe()
         self.turned = False
         """Whether backward has begun."""
         self.best: dict[str, dict[str, int]] = {}
@@ -250,9 +257,13 @@ class _Walk:
         """Where backward begins what is gathered is reckoned with; where it ends only shards of gradients are left."""
         if name.startswith("backward") and not self.turned:
             self.turned = True
+            self._add(self.pipe.turning, 1)
+            for outer in () if self.part.is_last else _AFTER:  # what the last stage's would let go of
+                self._free_late(outer)
             self.live["temporary"] += self.divided.gathered if self.divided else 0
         if name == "optimizer":
             self.live["gradient"] = self.fixed["gradient"]
+            self._add(self.pipe.before, -1)
 
     def _look(self, moment: str, section: Section) -> None:
         total = sum(self.live.values()) + section.top_bytes

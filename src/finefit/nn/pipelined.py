@@ -56,9 +56,9 @@ class Pipelined(Passes):
         self, run: Run, batches: Sequence[MicroBatch], labelled: float, told: Told, ledger: Ledger | NoLedger
     ) -> None:
         rows = alike([batch.to(run.device) for batch in batches])
-        if self.schedule == "interleaved":  # takes rounds of as many micro-batches each
-            while len(rows) % max(1, len(rows) // dist.get_world_size(self.group)):
-                rows.append(unlabelled(rows[-1]))
+        more = run.world.mesh.turns(len(rows)) - len(rows)
+        rows += [unlabelled(rows[-1])] * more
+        run.evidence["micro_steps"] = run.evidence.get("micro_steps", 0) + more
         turns = Turns(self, run, rows, labelled, told, ledger)
         stages = [self._stage(turns, number) for number in self.stages]
         number_m = torch.arange(len(rows))
@@ -120,7 +120,7 @@ class Turns:
             return out
         loss = out / self.labelled
         self.told(loss.detach())
-        return run.scaler.scale(loss).view(1)
+        return torch.stack((run.scaler.scale(loss),))  # no view, which torch's stage would not part from its graph
 
     def before_backward(self, number: int) -> None:
         self.backwards -= 1
