@@ -65,23 +65,28 @@ class InPipe:
         layout, others = part.layout, part.in_flight - 1
         rows = layout.micro.tokens * layout.model.hidden_size * _row_bytes(layout)
         before = {component: round(n_bytes * others) for component, n_bytes in held.items()}
-        # Rows are received into tensors of their own where they are sent on to a stage of the same device.
-        more = 2 * (layout.mesh.stages_a_rank - 1) * part.in_flight
+        more = _sent(part)
         if not part.is_first and not any(g.trainable for g in layout.groups if g.role == "embedding"):
-            more += part.in_flight * _is_frozen(layout)  # what a frozen embedding gives nobody saves, what is received is
+            more += part.in_flight  # what a frozen embedding gives nobody saves, what is received is
         if part.in_flight < layout.micro_steps:
             more += 1  # the list of what was received or sent last
         turning = 0
         if not part.is_last:
-            turning = max(-left, rows)
-            before["activation"] -= round(max(left, 0) * others)
+            turning = max(-left, rows * (3 if layout.rank else 1))
+            before["activation"] += round((rows - max(left, 0)) * others)  # what was sent stays until its gradient comes
         before["temporary"] += round(more * rows)
         return cls(before, {"temporary": turning})
 
 
-def _is_frozen(layout: Layout) -> bool:
-    """Whether only adapters train."""
-    return bool(layout.rank)
+def _sent(part: Part) -> float:
+    """Rows between stages of one device: the schedule of several keeps what is sent and received to the step's end (measured
+    with torch 2.13 and gloo), of those in flight what has been so far."""
+    mesh, steps = part.layout.mesh, part.layout.micro_steps
+    if mesh.stages_a_rank == 1:
+        return 0
+    if part.in_flight >= steps - 1:
+        return 2 * (mesh.stages_a_rank - 1) * part.in_flight
+    return (4 * mesh.stages_a_rank - 2 * part.is_first - 2 * part.is_last) * steps
 
 
 def _row_bytes(layout: Layout) -> int:

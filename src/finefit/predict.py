@@ -131,6 +131,7 @@ def _of_step(part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -
     alone = _Walk(part, fixed, sizes)
     for turned, passes in itertools.groupby(_itinerary(part), lambda one: one.section.startswith("backward")):
         if turned:
+            alone._turn("backward")
             held = {component: alone.live[component] for component in _HELD}
         _walked(alone, passes)
     walk.pipe = InPipe.of(part, held, sum(alone.live[component] for component in _HELD))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from finefit import divided, loop, models, predict, trace
+from finefit import divided, evaluate, loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
 from finefit.data.micro import shared_out
@@ -65,6 +65,11 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
         examples = examples_of([length + 3 * step for length in lengths], seed=step)
         made.append(loop.optimizer_step(run, batches_of(run, examples), rate))
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
+
+
+def held_out(mesh, techniques, config, lengths):
+    run, _, _ = run_of(mesh, techniques, config)
+    return evaluate.held_out_loss(run, examples_of(lengths))[0]
 
 
 def batches_of(run, examples):
