@@ -73,7 +73,9 @@ class InPipe:
         turning = 0
         if not part.is_last:
             turning = max(-left, rows * (3 if layout.rank else 1))
-            before["activation"] += round((rows - max(left, 0)) * others)  # what was sent stays until its gradient comes
+            before["activation"] += round(
+                (rows - max(left, 0)) * others
+            )  # what was sent stays until its gradient comes
         before["temporary"] += round(more * rows)
         return cls(before, {"temporary": turning})
 

@@ -3,12 +3,24 @@
 import pytest
 from test_data_ranks import BASE, CLIPPED, FULL, MICRO, SGD, TECHNIQUES, as_alone, differences
 
-DEEP = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 192, "tie_word_embeddings": True, "num_hidden_layers": 5}
+DEEP = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "intermediate_size": 192,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 5,
+}
 SCHEDULES = {
     "gpipe": {"stages": 2, "schedule": "gpipe"}, "1f1b": {"stages": 2},
     "interleaved": {"stages": 2, "schedule": "interleaved", "stages_a_rank": 2},
 }  # fmt: skip
-QUICK = {("gpipe", "full"), ("1f1b", "checkpointed"), ("1f1b", "qlora"), ("interleaved", "full"), ("interleaved", "lora")}
+QUICK = {
+    ("gpipe", "full"),
+    ("1f1b", "checkpointed"),
+    ("1f1b", "qlora"),
+    ("interleaved", "full"),
+    ("interleaved", "lora"),
+}
 UNTIED = {**DEEP, "tie_word_embeddings": False}
 
 
@@ -110,7 +122,9 @@ def test_a_step_that_one_stage_cannot_make_is_skipped_by_all(two, schedule):
 def test_fewer_micro_batches_than_stages(two, schedule):
     one = {"name": "accumulation", "micro_batch_size": 8, "micro_batch_tokens": 4096, "most_steps": 1}
     wanted = [*FULL, CLIPPED, one]
-    found, alone = (two.call("trained", mesh, wanted, UNTIED, 3, (30, 20), 1e-4)[0] for mesh in (SCHEDULES[schedule], {}))
+    found, alone = (
+        two.call("trained", mesh, wanted, UNTIED, 3, (30, 20), 1e-4)[0] for mesh in (SCHEDULES[schedule], {})
+    )
     for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
 

@@ -115,7 +115,9 @@ def measured(mesh, techniques, config, lengths, micro_steps):
     said, seen = predict.of_device(part).moments, ledger.moments()
     return {
         "states": [predict.states(part.layout), bytes_at_rest(run)],
-        "moments": {moment: [_beside_input(said[moment]), _beside_input(seen[moment])] for moment in MOMENTS if moment in said},
+        "moments": {
+            moment: [_beside_input(said[moment]), _beside_input(seen[moment])] for moment in MOMENTS if moment in said
+        },
     }
 
 

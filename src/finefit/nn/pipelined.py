@@ -73,10 +73,16 @@ class Pipelined(Passes):
         return HeldStage(Turn(turns, stage), number, self.count, turns.run.device, given, gives, group=self.group)
 
     def _schedule(self, stages: "list[HeldStage]", micro_steps: int) -> Any:
-        told: dict[str, Any] = {"n_microbatches": micro_steps, "loss_fn": lambda loss_1, _: loss_1, "scale_grads": False}
+        told: dict[str, Any] = {
+            "n_microbatches": micro_steps,
+            "loss_fn": lambda loss_1, _: loss_1,
+            "scale_grads": False,
+        }
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(list(stages), **told)
-        is_short = micro_steps < self.count  # which 1F1B takes to be a mistake: there is no second half to alternate with
+        is_short = (
+            micro_steps < self.count
+        )  # which 1F1B takes to be a mistake: there is no second half to alternate with
         return (ScheduleGPipe if self.schedule == "gpipe" or is_short else Schedule1F1B)(stages[0], **told)
 
     @staticmethod
@@ -84,7 +90,11 @@ class Pipelined(Passes):
         return 1, row.ids_bs.numel(), run.model.config.get_text_config().hidden_size
 
     def score(self, run: Run, batch: MicroBatch, ledger: Ledger | NoLedger) -> Tensor:
-        row, ranks, loss = in_one_row(batch.to(run.device)), dist.get_world_size(self.group), torch.zeros((), device=run.device)
+        row, ranks, loss = (
+            in_one_row(batch.to(run.device)),
+            dist.get_world_size(self.group),
+            torch.zeros((), device=run.device),
+        )
         for number, stage in self.stages.items():
             hidden_1th = None
             if not stage.is_first:
@@ -102,7 +112,7 @@ class Pipelined(Passes):
 class Turns:
     """The micro-batches of a step, as a process's stages take them."""
 
-    def __init__(  # noqa: PLR0913, PLR0917
+    def __init__(
         self, pipeline: Pipelined, run: Run, rows: Sequence[MicroBatch], labelled: float, told: Told,
         ledger: Ledger | NoLedger,
     ) -> None:  # fmt: skip

@@ -108,7 +108,7 @@ def cut(model: Any, slices: Sequence[range], own: Sequence[int]) -> list[Stage]:
     return stages
 
 
-def _outside(decoder: Any, blocks: nn.ModuleList) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+def _outside(decoder: Any, blocks: nn.ModuleList) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the decoder has beside its blocks that has weights: before them and after them."""
     found = {
         name: module
@@ -117,4 +117,3 @@ def _outside(decoder: Any, blocks: nn.ModuleList) -> tuple[dict[str, nn.Module],
     }
     before = {name: module for name, module in found.items() if isinstance(module, nn.Embedding)}
     return before, {name: module for name, module in found.items() if name not in before}
-
