@@ -77,6 +77,8 @@ class InPipe:
                 (rows - max(left, 0)) * others
             )  # what was sent stays until its gradient comes
         before["temporary"] += round(more * rows)
+        if not part.is_first and not layout.rank and 1 <= part.in_flight < layout.micro_steps:
+            turning -= 2 * rows  # no gradient of an embedding follows, whose input is let go of
         return cls(before, {"temporary": turning})
 
 

@@ -264,7 +264,8 @@ class _Walk:
             self.live["temporary"] += self.divided.gathered if self.divided else 0
         if name == "optimizer":
             self.live["gradient"] = self.fixed["gradient"]
-            self._add(self.pipe.before, -1)
+            if self.pipe.before:
+                self.live |= dict.fromkeys(_HELD, 0)
 
     def _look(self, moment: str, section: Section) -> None:
         total = sum(self.live.values()) + section.top_bytes

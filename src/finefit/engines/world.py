@@ -97,6 +97,8 @@ class World(Alone):
         return self.devices[dimensions]
 
     def ends(self) -> dist.ProcessGroup:
+        if self.mesh.stages == 2:
+            return self.group("stages")
         ranks = self.along("stages").mesh.flatten().tolist()
         made: Any = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
         return made  # type: ignore[no-any-return]
