@@ -49,6 +49,8 @@ def reset_adapters(model: Any, seed: int) -> None:
     """Draw the adapters' start, the same on every machine for a seed: on the CPU, in the order of the modules."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     for module in model.modules():
+        for shape in getattr(module, "adapters_elsewhere", ()):
+            torch.nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)  # as if they were here
         if hasattr(module, "lora_A"):
             with torch.no_grad():
                 drawn = torch.empty(module.lora_A.shape)

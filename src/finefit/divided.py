@@ -9,9 +9,10 @@ plain block keeps them for backward. Torch-free.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .layout import Layout, ParamGroup, traced_blocks
+from .mesh import Mesh
 from .sections import Section
 
 _FP32 = 4
@@ -23,43 +24,127 @@ _GRADIENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The blocks of one device: all of them, or those of the first or the last stage of a pipeline."""
+    """What one device has: all, or some of a pipeline's blocks and what is before or after them."""
 
     layout: Layout
     """With the groups this device has."""
     is_first: bool = True
     is_last: bool = True
-    in_flight: int = 1
-    """Micro-batches whose activations are held when the first backward begins (1F1B)."""
+    in_flight: float = 1
+    """Micro-batches whose activations of all its blocks are held when a backward begins."""
 
     @property
     def checkpointed(self) -> int:
-        """Of the stage's blocks; of all stages alike."""
+        """Of the device's blocks; of all devices alike."""
         k, depth, whole = self.layout.checkpointed, self.layout.depth, self.layout.model.num_hidden_layers
         return -(-k * depth // whole)
+
+    def situations(self) -> tuple["Part", ...]:
+        """Where all of a step's micro-batches are in flight there is no gradient when the first backward begins, and with
+        the second backward one micro-batch less."""
+        steps = self.layout.micro_steps
+        if self.in_flight < steps or steps == 1:
+            return (self,)
+        fresh = replace(self, layout=replace(self.layout, micro_steps=1))
+        return fresh, replace(self, in_flight=self.in_flight - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class InPipe:
+    """What a device of a pipeline holds beside the micro-batch that is looked at, by component."""
+
+    before: Mapping[str, int] = field(default_factory=dict)
+    """From before its forward to the end of its backward."""
+    turning: Mapping[str, int] = field(default_factory=dict)
+    """From where its backward begins, what was not there in its forward."""
+
+    @classmethod
+    def of(cls, part: Part, held: Mapping[str, int], left: int) -> "InPipe":
+        """``held`` of one micro-batch where backward begins. ``left`` of it when that is over: the walk of a device without
+        head ends without the gradient that it lets go of, or with the rows that the head would."""
+        layout, others = part.layout, part.in_flight - 1
+        rows = layout.micro.tokens * layout.model.hidden_size * _row_bytes(layout)
+        before = {component: round(n_bytes * others) for component, n_bytes in held.items()}
+        more = _sent(part)
+        if not part.is_first and not any(g.trainable for g in layout.groups if g.role == "embedding"):
+            more += part.in_flight  # what a frozen embedding gives nobody saves, what is received is
+        if part.in_flight < layout.micro_steps:
+            more += 1  # the list of what was received or sent last
+        turning = 0
+        if not part.is_last:
+            turning = max(-left, rows * (3 if layout.rank else 1))
+            before["activation"] += round(
+                (rows - max(left, 0)) * others
+            )  # what was sent stays until its gradient comes
+        before["temporary"] += round(more * rows)
+        if not part.is_first and not layout.rank and 1 <= part.in_flight < layout.micro_steps:
+            turning -= 2 * rows  # no gradient of an embedding follows, whose input is let go of
+        return cls(before, {"temporary": turning})
+
+
+def _sent(part: Part) -> float:
+    """Rows between stages of one device: the schedule of several keeps what is sent and received to the step's end (measured
+    with torch 2.13 and gloo), of those in flight what has been so far."""
+    mesh, steps = part.layout.mesh, part.layout.micro_steps
+    if mesh.stages_a_rank == 1:
+        return 0
+    if part.in_flight >= steps - 1:
+        return 2 * (mesh.stages_a_rank - 1) * part.in_flight
+    return (4 * mesh.stages_a_rank - 2 * part.is_first - 2 * part.is_last) * steps
+
+
+def _row_bytes(layout: Layout) -> int:
+    """Of an element of what passes between stages: of the embedding's weights, as they are gathered."""
+    bits = max((g.bits for g in layout.groups if g.role == "norm"), default=32)
+    return min(bits, 16) // 8 if layout.graph[0] == "bf16" else bits // 8
 
 
 def parts(layout: Layout) -> tuple[Part, ...]:
     """The devices that may need most: of a pipeline the first (most micro-batches held) and the last (the head)."""
     stages = layout.mesh.stages
-    if stages == 1:
-        return (Part(layout),)
-    first, last = _staged(layout.groups, stages, layout.model.tie_word_embeddings)
-    return (
-        Part(replace(layout, groups=first), is_last=False, in_flight=min(stages, layout.micro_steps)),
-        Part(replace(layout, groups=last), is_first=False),
-    )
+    return (Part(layout),) if stages == 1 else (part(layout, 0), part(layout, stages - 1))
+
+
+def part(layout: Layout, rank: int) -> Part:
+    """Of a pipeline's device by its place."""
+    mesh, whole = layout.mesh, layout.model.num_hidden_layers
+    is_first, is_last = rank == 0, rank == mesh.stages - 1
+    own = len(mesh.shares(whole)[rank])
+    layout = replace(layout, micro_steps=mesh.turns(layout.micro_steps))
+    groups = _staged(layout.groups, (own, whole), is_first, is_last, layout.model.tie_word_embeddings)
+    return Part(
+        replace(layout, groups=groups, own_blocks=own), is_first, is_last,
+        _in_flight(mesh, rank, layout.micro_steps),
+    )  # fmt: skip
+
+
+def _in_flight(mesh: Mesh, rank: int, micro_steps: int) -> float:
+    """By the schedules of ``torch/distributed/pipelining/schedules.py``: the forwards before a device's first backward."""
+    if mesh.schedule == "interleaved":
+        a_round = micro_steps // max(1, micro_steps // mesh.stages)
+        warm_up = (mesh.stages_a_rank - 1) * a_round + 2 * (mesh.stages - 1 - rank) + 1
+        return min(warm_up / mesh.stages_a_rank, micro_steps)
+    if mesh.schedule == "gpipe" or micro_steps < mesh.stages:
+        return micro_steps
+    return mesh.stages - rank
 
 
 # A search asks for the same groups with every micro-batch and number of checkpointed blocks.
 @functools.lru_cache(maxsize=1024)
 def _staged(
-    groups: tuple[ParamGroup, ...], stages: int, tied: bool
-) -> tuple[tuple[ParamGroup, ...], tuple[ParamGroup, ...]]:
-    """Groups of the first and of the last stage."""
-    cut = [replace(g, count=-(-g.count // stages)) if _is_block(g) else g for g in groups]
-    first = tuple(g for g in cut if _is_block(g) or g.role == "embedding")
-    return first, tuple(g for g in cut if _is_block(g) or g.role != "embedding" or tied)
+    groups: tuple[ParamGroup, ...], share: tuple[int, int], is_first: bool, is_last: bool, tied: bool
+) -> tuple[ParamGroup, ...]:
+    """Groups of a device with so many of all blocks."""
+    own, whole = share
+    cut = [replace(g, count=-(-g.count * own // whole)) if _is_block(g) else g for g in groups]
+    return tuple(
+        g
+        for g in cut
+        if _is_block(g)
+        or g.name.startswith("tables.")
+        or (is_first if g.role == "embedding" else is_last)
+        or (is_last and tied and g.role == "embedding")
+    )
 
 
 def _is_block(group: ParamGroup) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .ledger import Ledger, NoLedger
-from .run import Example, MicroBatch, Run, batches_of, summed_loss
+from .run import Example, MicroBatch, Run, batches_of
 
 Watching = Callable[[MicroBatch], AbstractContextManager[object]]
 
@@ -34,11 +34,11 @@ def held_out_loss(
 
 
 def unlearned_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
-    """`summed_loss` without dropout and with nothing kept for a backward; the run is in training mode afterwards."""
+    """A micro-batch's summed loss without dropout and with nothing kept for a backward; the run is in training mode afterwards."""
     run.doing.moment = "eval"
     run.model.eval()
     with torch.no_grad(), _no_casts_kept():
-        loss = summed_loss(run, batch, ledger)
+        loss = run.passes.score(run, batch, ledger or NoLedger())
     run.model.train()
     return loss
 

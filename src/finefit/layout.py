@@ -101,6 +101,8 @@ class Layout:
     """The optimizer: what it keeps of what trains, and takes while it steps."""
     mesh: Mesh = field(default_factory=Mesh)
     """How it is divided over devices; bytes are of one of them."""
+    own_blocks: int = 0
+    """Of a pipeline's device that is looked at; 0 is the one that has most."""
 
     @property
     def element_bytes(self) -> int:
@@ -117,8 +119,10 @@ class Layout:
 
     @property
     def depth(self) -> int:
-        """Blocks of the stage that has most."""
-        return -(-self.model.num_hidden_layers // self.mesh.stages)
+        """Blocks of one device."""
+        mesh = self.mesh
+        each, left = divmod(self.model.num_hidden_layers, mesh.stages * mesh.stages_a_rank)
+        return self.own_blocks or each * mesh.stages_a_rank - (-left // mesh.stages)
 
 
 def layout_of(model: ModelSpec, micro: Micro) -> Layout:

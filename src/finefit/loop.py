@@ -16,10 +16,12 @@ from typing import Literal
 
 import psutil
 import torch
+from torch import Tensor
 
 from .errors import Diverged
 from .events import EventLog
-from .run import MicroBatch, Run, summed_loss
+from .ledger import NoLedger
+from .run import MicroBatch, Run
 
 MOST_SKIPPED = 25  # in a row: the scale is down to 1/512 of 1 then, and range is not what is lacking
 
@@ -181,16 +183,10 @@ def optimizer_step(run: Run, batches: Sequence[MicroBatch], learning_rate: float
     labelled, tokens = map(int, run.world.summed(mine))
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
-    losses = []
-    for run.doing.micro, batch in enumerate(batches):
-        run.doing.moment = "forward_end"
-        run.optimizer.home.before(is_last=batch is batches[-1])
-        loss = summed_loss(run, batch.to(run.device)) / labelled
-        run.doing.moment = "backward_peak"
-        run.scaler.scale(loss).backward()
-        losses.append(loss.detach())
+    losses: list[Tensor] = []
+    run.passes.learn(run, batches, labelled, losses.append, NoLedger())
     # Only now: a device would be waited for between micro-batches.
-    (total,) = run.world.summed([sum(loss.item() for loss in losses)])
+    (total,) = run.world.summed(run.world.from_last([sum(loss.item() for loss in losses)]))
     run.doing.moment = "optimizer_step"
     stepped = run.optimizer.gradients()
     run.scaler.unscale_(run.optimizer)

@@ -1,10 +1,12 @@
 """Mesh: how a run is divided over devices. Degrees only; what each of them means in bytes is ``predict``'s, in seconds
 ``traffic``'s."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
 Stage = Literal[0, 1, 2, 3]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,10 @@ class Mesh:
     """Devices that share every weight matrix, and the rows between them (sequence parallel)."""
     stages: int = 1
     """Devices with some of the blocks each: a pipeline."""
+    schedule: Schedule = "1f1b"
+    """The order of a pipeline's forwards and backwards."""
+    stages_a_rank: int = 1
+    """Stages that each device of a pipeline has, every ``stages``-th of all: more than one where they are interleaved."""
 
     @property
     def data(self) -> int:
@@ -28,6 +34,24 @@ class Mesh:
     @property
     def devices(self) -> int:
         return self.data * self.tensor * self.stages
+
+    def slices(self, depth: int) -> list[range]:
+        """The blocks of each stage, of all devices, in order; the first ones have one more where they do not divide."""
+        count = self.stages * self.stages_a_rank
+        each, left = divmod(depth, count)
+        starts = [i * each + min(i, left) for i in range(count + 1)]
+        return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+    def shares(self, depth: int) -> list[list[int]]:
+        """The blocks of each device of a pipeline."""
+        slices = self.slices(depth)
+        return [[i for blocks in slices[rank :: self.stages] for i in blocks] for rank in range(self.stages)]
+
+    def turns(self, micro_steps: int) -> int:
+        """Micro-batches that a pipeline takes for so many: interleaved ones come in rounds, each of as many."""
+        while self.schedule == "interleaved" and micro_steps % max(1, micro_steps // self.stages):
+            micro_steps += 1
+        return micro_steps
 
     def says(self) -> str:
         """``8 tensor parallel x 16 sharded``; ``one device`` where nothing is divided."""

@@ -60,7 +60,7 @@ def techniques_of_mesh(mesh: Mesh) -> list[Technique]:
     if mesh.tensor > 1:
         found.append(TensorParallel(mesh.tensor))
     if mesh.stages > 1:
-        found.append(PipelineParallel(mesh.stages))
+        found.append(PipelineParallel(mesh.stages, mesh.schedule, mesh.stages_a_rank))
     if mesh.replicas > 1:
         found.append(DataParallel(mesh.replicas))
     if mesh.stage:
@@ -75,8 +75,8 @@ def mesh_of(techniques: Iterable[Technique]) -> Mesh:
         match one:
             case TensorParallel(n):
                 mesh = replace(mesh, tensor=n)
-            case PipelineParallel(n):
-                mesh = replace(mesh, stages=n)
+            case PipelineParallel(n, schedule, stages_a_rank):
+                mesh = replace(mesh, stages=n, schedule=schedule, stages_a_rank=stages_a_rank)
             case DataParallel(n):
                 mesh = replace(mesh, replicas=n)
             case Zero(stage, n):

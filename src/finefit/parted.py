@@ -112,8 +112,8 @@ def index(paths: Sequence[Path]) -> dict[str, list[Stored]]:
                 found.setdefault(name, []).append(Stored(path, start, shape, _TORCH[entry["dtype"]]))
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error
-    for parts in found.values():
-        parts.sort(key=lambda stored: stored.start)
+    for name, parts in found.items():  # what both ends of a pipeline have is there twice
+        found[name] = sorted({stored.start: stored for stored in parts}.values(), key=lambda stored: stored.start)
     return found
 
 

@@ -8,12 +8,13 @@ Symbols: as in ``poly``.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 
 from . import phases, recompute
 from .coefficients import evaluation_is_traced, sections_for
 from .data.micro import width
-from .divided import Divided, Part, parts
+from .divided import Divided, InPipe, Part, parts
 from .footprint import MOMENTS, STEP, Footprint
 from .layout import Layout, ParamGroup, traced_blocks
 from .recompute import Pass
@@ -101,14 +102,18 @@ def footprint(layout: Layout, hardware: HardwareSpec | None = None) -> Footprint
 
     Without ``hardware`` the device is a CPU, and nothing is said of its memory beside tensors.
     """
-    found = [_of_device(part, hardware) for part in parts(layout)]
+    found = [of_device(part, hardware) for part in parts(layout)]
     return max(found, key=lambda f: f.peak_bytes)
 
 
-def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
+def of_device(part: Part, hardware: HardwareSpec | None = None) -> Footprint:
+    """The same of one device."""
     layout = part.layout
     fixed, sizes = states(layout), sizes_of(layout)
-    found = _walked(_Walk(part, fixed, sizes), _itinerary(part))
+    found: dict[str, dict[str, int]] = {}
+    for one in part.situations():
+        for moment, bytes_ in _of_step(one, fixed, sizes).items():
+            found[moment] = max(found.get(moment, {}), bytes_, key=lambda parts: sum(parts.values()))
     if evaluation_is_traced(layout):
         found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
     found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
@@ -119,6 +124,21 @@ def _of_device(part: Part, hardware: HardwareSpec | None) -> Footprint:
     on_host = recompute.on_host(layout) if hardware and hardware.kind == "cuda" else 0
     host = {moment: {"copies": on_host} for moment in (*STEP, "eval", "save") if on_host}
     return Footprint("predicted", moments, reserved, host=host)
+
+
+def _of_step(part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    walk = _Walk(part, fixed, sizes)
+    if part.is_first and part.is_last:
+        return _walked(walk, _itinerary(part))
+    alone = _Walk(part, fixed, sizes)
+    for turned, passes in itertools.groupby(_itinerary(part), lambda one: one.section.startswith("backward")):
+        if turned:
+            alone._turn("backward")
+            held = {component: alone.live[component] for component in _HELD}
+        _walked(alone, passes)
+    walk.pipe = InPipe.of(part, held, sum(alone.live[component] for component in _HELD))
+    walk._add(walk.pipe.before, 1)
+    return _walked(walk, _itinerary(part))
 
 
 def _walked(walk: "_Walk", passes: Iterator[Pass]) -> dict[str, dict[str, int]]:
@@ -141,7 +161,7 @@ def _itinerary(part: Part) -> Iterator[Pass]:
         passed += times
     yield Pass("forward before", first, 1)  # later stages receive what the embedding gives the first
     yield from recompute.forward(part.layout, blocks)
-    for name in ("forward after", "loss", "backward start") if part.is_last else ():
+    for name in _AFTER if part.is_last else ():
         yield Pass(name, outer, 1, recompute.after(part.layout) if name == "forward after" else 0)
     yield from recompute.backward(part.layout, blocks)
     yield Pass("optimizer", outer, 1)
@@ -156,6 +176,8 @@ def _evaluation(part: Part) -> Iterator[Pass]:
         yield Pass(name, "eval", 1)
 
 
+_AFTER = ("forward after", "loss", "backward start")
+_HELD = ("activation", "temporary")
 _NOTHING = Section({}, {}, 0)
 
 
@@ -180,6 +202,7 @@ class _Walk:
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 8 * (2 * tokens + width(labelled) + labelled)}
         if layout.micro_steps == 1:
             self.live["gradient"] = 0
+        self.pipe = InPipe()
         self.turned = False
         """Whether backward has begun."""
         self.best: dict[str, dict[str, int]] = {}
@@ -234,13 +257,17 @@ class _Walk:
         return Section(section.end, top, section.top_bytes + needed)
 
     def _turn(self, name: str) -> None:
-        """Where backward begins in a pipeline others are in flight; where it ends only shards of gradients are left."""
+        """Where backward begins what is gathered is reckoned with; where it ends only shards of gradients are left."""
         if name.startswith("backward") and not self.turned:
             self.turned = True
-            self.live["activation"] *= self.part.in_flight
+            self._add(self.pipe.turning, 1)
+            for outer in () if self.part.is_last else _AFTER:  # what the last stage's would let go of
+                self._free_late(outer)
             self.live["temporary"] += self.divided.gathered if self.divided else 0
         if name == "optimizer":
             self.live["gradient"] = self.fixed["gradient"]
+            if self.pipe.before:
+                self.live |= dict.fromkeys(_HELD, 0)
 
     def _look(self, moment: str, section: Section) -> None:
         total = sum(self.live.values()) + section.top_bytes

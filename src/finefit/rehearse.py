@@ -12,8 +12,8 @@ import torch
 
 from .data.micro import row_of, width
 from .footprint import Footprint
-from .ledger import Ledger
-from .run import Example, MicroBatch, Run, summed_loss
+from .ledger import Ledger, NoLedger
+from .run import Example, MicroBatch, Run
 from .techniques import NotAsPlanned, Technique
 from .trace import run_step
 
@@ -55,7 +55,7 @@ def check_blind(run: Run, pair: Sequence[Example]) -> None:
     run.model.eval()
     with torch.no_grad():
         batches = [_second_only(run.collate([one, second]), first).to(run.device) for one in (first, changed)]
-        losses = [summed_loss(run, batch).item() for batch in batches]
+        losses = [run.passes.score(run, batch, NoLedger()).item() for batch in batches]
     run.model.train()
     if abs(losses[0] - losses[1]) > 1e-5 * abs(losses[0]):
         raise NotAsPlanned(

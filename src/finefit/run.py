@@ -115,6 +115,31 @@ Forward = Callable[["Run", MicroBatch, Ledger | NoLedger], Tensor]
 """A micro-batch through the model, to its summed loss."""
 
 
+class Passes:
+    """The passes of micro-batches through the model: each by itself, forward and backward, one after the other."""
+
+    def learn(
+        self, run: "Run", batches: Sequence[MicroBatch], labelled: float, told: Callable[[Tensor], None],
+        ledger: Ledger | NoLedger,
+    ) -> None:  # fmt: skip
+        """Gradients of a step's micro-batches, of their loss divided by ``labelled``; ``told`` each loss where it is known."""
+        for run.doing.micro, batch in enumerate(batches):
+            ledger.mark("forward before")
+            run.doing.moment = "forward_end"
+            run.optimizer.home.before(is_last=run.doing.micro == len(batches) - 1)
+            loss = summed_loss(run, batch.to(run.device), ledger) / labelled
+            ledger.mark("backward start")
+            run.doing.moment = "backward_peak"
+            run.scaler.scale(loss).backward()
+            told(loss.detach())
+            del loss
+            ledger.mark("idle")
+
+    def score(self, run: "Run", batch: MicroBatch, ledger: Ledger | NoLedger) -> Tensor:
+        """A micro-batch's summed loss without a backward, on every rank."""
+        return summed_loss(run, batch, ledger)
+
+
 @dataclass(slots=True)
 class Run:
     model: Any
@@ -125,6 +150,9 @@ class Run:
     collate: Callable[[Sequence[Example]], MicroBatch] = padded
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     forward: "Forward" = field(default_factory=lambda: through)
+    passes: Passes = field(default_factory=Passes)
+    passed: torch.dtype | None = None
+    """The type in which blocks pass on what they give, where it is not that of the embedding's weight."""
     loss: Callable[[Any, Tensor, MicroBatch], Tensor] = plain_loss
     clip: Callable[[Sequence[nn.Parameter], Alone], Tensor] = global_norm
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
@@ -140,6 +168,11 @@ def blocks_of(model: Any) -> nn.ModuleList:
     blocks = next(getattr(decoder, name) for name in ("layers", "h", "blocks") if hasattr(decoder, name))
     assert isinstance(blocks, nn.ModuleList)
     return blocks
+
+
+def own_blocks(model: Any) -> list[nn.Module]:
+    """Of the blocks those whose weights this process has, in order."""
+    return [block for block in blocks_of(model) if any(True for _ in block.parameters())]
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -159,11 +192,17 @@ def summed_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = 
 
 def through(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger) -> Tensor:
     """The decoder, and the loss of what it gives."""
-    told = {"position_ids": batch.position_bs, "bounds": batch.bounds}
-    if run.model.config._attn_implementation != ATTENTION:
-        told = {}  # every row is one sequence, from its first position on
-    hidden = run.model.get_decoder()(input_ids=batch.ids_bs, use_cache=False, **told).last_hidden_state
+    hidden = decoded(run, batch)
     ledger.mark("loss")
     if run.doing.moment == "forward_end":
         run.doing.moment = "loss"
     return run.loss(run.model, hidden, batch)
+
+
+def decoded(run: Run, batch: MicroBatch) -> Tensor:
+    """What the decoder gives."""
+    told = {"position_ids": batch.position_bs, "bounds": batch.bounds}
+    if run.model.config._attn_implementation != ATTENTION:
+        told = {}  # every row is one sequence, from its first position on
+    hidden: Tensor = run.model.get_decoder()(input_ids=batch.ids_bs, use_cache=False, **told).last_hidden_state
+    return hidden

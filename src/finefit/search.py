@@ -33,7 +33,7 @@ from .mesh import Mesh
 from .plan import WARNING, Alternative, Plan
 from .spec import JobSpec, ModelSpec
 from .techniques import Accumulation, Allocator, Technique, Unsuitable, in_order
-from .traffic import MACHINE, NETWORK, per_machine
+from .traffic import MACHINE, NETWORK, bubble, per_machine
 from .units import format_bytes, format_seconds
 from .ways import Trials, hint
 
@@ -184,6 +184,11 @@ def _reasons(question: Question, best: Candidate, looked_at: list[Candidate], fa
         said.append(
             f"faster but too large: {quickest.says()} would take {format_seconds(quickest.seconds)} a step and needs "
             f"{format_bytes(quickest.predicted.total_bytes)} of {format_bytes(budget)}"
+        )
+    if best.mesh.stages > 1:
+        share = bubble(best.mesh, best.work.mean_steps)
+        said.append(
+            f"each device of the pipeline waits {100 * share / (1 + share):.0f} % of forward and backward (its bubble)"
         )
     if best.seconds > fastest:
         said.append(f"within {100 * (SLOWER - 1):.0f} % of the fastest that fits, this one needs least memory")

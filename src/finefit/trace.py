@@ -30,7 +30,7 @@ from .ledger import Ledger, NoLedger, block_marks
 from .nn.optimizers import Optimizing
 from .poly import Poly, dominates, plus, value
 from .reading import NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
-from .run import MicroBatch, Run, blocks_of, filled, summed_loss, trainable
+from .run import MicroBatch, Run, blocks_of, filled, trainable
 from .scratch import is_fake
 from .spec import CheckpointingKind
 from .techniques import (
@@ -132,17 +132,7 @@ def run_step(run: Run, batch: MicroBatch, ledger: Ledger, micro_steps: int = 2) 
     """One optimizer step under the ledger: micro-batches, clip, update; the real code of the loop's parts."""
     own_state(run, batch, ledger)
     with ledger, block_marks(ledger, blocks_of(run.model)):
-        for number in range(micro_steps):
-            ledger.mark("forward before")
-            run.doing.moment = "forward_end"
-            run.optimizer.home.before(is_last=number == micro_steps - 1)
-            loss = summed_loss(run, batch, ledger) / 7
-            ledger.mark("backward start")
-            loss = run.scaler.scale(loss)
-            run.doing.moment = "backward_peak"
-            loss.backward()
-            del loss
-            ledger.mark("idle")
+        run.passes.learn(run, [batch] * micro_steps, 7, lambda _loss: None, ledger)
         ledger.own((p.grad for p in run.model.parameters()), "gradient")
         ledger.mark("optimizer")
         run.doing.moment = "optimizer_step"

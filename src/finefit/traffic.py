@@ -9,6 +9,7 @@ collective. Torch-free.
 
 from .batches import Work
 from .layout import Layout
+from .mesh import Mesh
 from .spec import HardwareSpec
 
 MACHINE = 8  # devices of a machine of which only the number of devices is known
@@ -20,11 +21,16 @@ _COLLECTIVE_S = 20e-6  # one collective's start, by the same tests
 def with_traffic(busy_s: float, layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Seconds of forward and backward, of which ``busy_s`` are compute on each device, with all waiting."""
     waits = _tensor_s(layout, work, hardware)
-    busy = (busy_s + waits) * (1 + (layout.mesh.stages - 1) / max(work.mean_steps, 1.0))
+    busy = (busy_s + waits) * (1 + bubble(layout.mesh, work.mean_steps))
     sent = _data_s(layout, work, hardware)
     if hardware.kind == "cpu":  # the cores that would compute meanwhile are those that send
         return busy + sent
     return max(busy, sent) + min(busy, sent) / layout.depth
+
+
+def bubble(mesh: Mesh, micro_steps: float) -> float:
+    """Of a pipeline's work, what each device waits beside it: with several stages a device, turns are as much shorter."""
+    return (mesh.stages - 1) / (mesh.stages_a_rank * max(micro_steps, 1.0))
 
 
 def per_machine(hardware: HardwareSpec) -> int:

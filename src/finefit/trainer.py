@@ -307,7 +307,7 @@ def _few(names: list[str]) -> str:
 def _evaluate(job: Job, run: Run, log: EventLog, held_out: list[Example], watched: set[str], step: int) -> None:
     loss, labelled, seconds = evaluate.held_out_loss(run, held_out, partial(_watch_batch, job, run, log, watched, step))
     fields: dict[str, Any] = {}
-    if step in (0, job.data.steps):
+    if step in (0, job.data.steps) and run.world.answers:
         fields["sample"] = _sample(job, run, held_out, max(seconds, SHORTEST_SAMPLE_S))
     log.write("eval", step=step, loss=loss, labelled_tokens=labelled, seconds=seconds, **fields)
 

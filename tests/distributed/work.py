@@ -4,12 +4,13 @@ import json
 import os
 import sys
 import traceback
+import zlib
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from finefit import loop, models, predict, trace
+from finefit import divided, evaluate, loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
 from finefit.engines import world as worlds
@@ -42,7 +43,22 @@ def run_of(mesh, techniques, config, rate=1e-3):
     world = world_of(mesh)
     ordered = in_order([*techniques_of_mesh(Mesh(**mesh)), *map(from_json, techniques)])
     made = config_of(**config)
-    return build(made, ordered, models.fill_random(0), CPU, Optimizing(rate), 0, world), ordered, made
+    return build(made, ordered, fill_by_name, CPU, Optimizing(rate), 0, world), ordered, made
+
+
+def fill_by_name(model, device):
+    """As ``models.fill_random``; what a tensor is given is a function of its name, whichever others a rank has."""
+    models.fill_empty(model, device)
+    generator = torch.Generator(device="cpu")
+    with torch.no_grad():
+        for name, weight in models.stored_weights(model).items():
+            generator.manual_seed(zlib.crc32(name.encode()))
+            drawn = torch.randn(weight.shape, generator=generator)
+            if len(weight.shape) > 1:
+                value = drawn / weight.shape[-1] ** 0.5
+            else:
+                value = 0.1 * drawn + (0.0 if "bias" in name else 1.0)
+            models.home_of(model).put(name, weight, value)
 
 
 def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
@@ -67,7 +83,7 @@ def overflowing(mesh, techniques, config, lengths):
         batches = batches_of(run, examples_of(lengths, seed=step))
         loss = run.loss
         if step == 0 and run.world.rank == run.world.size - 1:
-            run.loss = lambda *args: loss(*args) * float("inf")
+            run.loss = lambda *args, plain=loss: plain(*args) * float("inf")
         loop.optimizer_step(run, batches, 1e-3)
         run.loss = loss
         scales.append(run.scaler.get_scale())
@@ -75,10 +91,21 @@ def overflowing(mesh, techniques, config, lengths):
     return {"scales": scales, "moved": moved}
 
 
+def held_out(mesh, techniques, config, lengths):
+    run, _, _ = run_of(mesh, techniques, config)
+    return evaluate.held_out_loss(run, examples_of(lengths))[0]
+
+
 def weights_of(run):
     """Whole, by name: every rank is asked, the first one answers."""
     found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in run.model.named_parameters()}
-    kept = {name: p.detach().double().flatten().tolist() for name, p in found.items() if p.dtype.is_floating_point}
+    found = {name: p for name, p in found.items() if p.dtype.is_floating_point and ".tables." not in name}
+    kept = {name: p.detach().double().flatten().tolist() for name, p in found.items()}
+    if run.world.mesh.stages > 1:
+        stages = [None] * run.world.mesh.stages
+        dist.all_gather_object(stages, kept, run.world.group("stages"))
+        for name, values in (pair for stage in stages for pair in stage.items()):
+            assert kept.setdefault(name, values) == values, f"{name} is not the same on both ends"
     return kept if run.world.is_first else {}
 
 
@@ -103,10 +130,13 @@ def measured(mesh, techniques, config, lengths, micro_steps):
     layout = replace(rewrite(spec_of(made), micro_of(batch), ordered), micro_steps=micro_steps)
     for technique in ordered:
         technique.verify(run, ledger)
-    said, seen = predict.footprint(layout).moments, ledger.moments()
+    part = divided.part(layout, run.world.place["stages"]) if layout.mesh.stages > 1 else divided.Part(layout)
+    said, seen = predict.of_device(part).moments, ledger.moments()
     return {
-        "states": [predict.states(layout), bytes_at_rest(run)],
-        "moments": {moment: [_beside_input(said[moment]), _beside_input(seen[moment])] for moment in MOMENTS},
+        "states": [predict.states(part.layout), bytes_at_rest(run)],
+        "moments": {
+            moment: [_beside_input(said[moment]), _beside_input(seen[moment])] for moment in MOMENTS if moment in said
+        },
     }
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Parameter
 
 Dimension = Literal["stages", "replicas", "shards", "tensor"]
 DIMENSIONS: tuple[Dimension, ...] = ("stages", "replicas", "shards", "tensor")
@@ -25,15 +26,27 @@ class Alone:
     parts: list[Dimension]
     """Along which the model's gradients are in parts, when it is stepped."""
 
+    copies: "set[Parameter]"
+    """Of what is stepped here, all that is counted in the gradients' norm by another rank."""
+
     def __init__(self) -> None:
-        self.parts = []
+        self.parts, self.copies = [], set()
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def answers(self) -> bool:
+        """Whether a model can be asked by itself: where no part of a block is another rank's."""
+        return self.mesh.data == self.mesh.devices
+
     def summed(self, values: Sequence[float]) -> list[float]:
         """Over the ranks that have examples of their own."""
+        return list(values)
+
+    def from_last(self, values: Sequence[float]) -> list[float]:
+        """What only a pipeline's last stage has, and the others have as zero."""
         return list(values)
 
     def any(self, flag: bool) -> bool:
@@ -57,6 +70,10 @@ class Alone:
 
     def wait(self) -> None:
         """Until all are here."""
+
+    def ends(self) -> "dist.ProcessGroup":
+        """The first and the last device of a pipeline, of which this one is either."""
+        raise AssertionError("a process alone is no pipeline")
 
     def along(self, *dimensions: Dimension) -> "DeviceMesh":
         """The part of the mesh that is this rank's, along some of its dimensions."""

@@ -40,9 +40,22 @@ class World(Alone):
     def along(self, *dimensions: Dimension) -> DeviceMesh:
         return self.devices[dimensions]
 
+    def ends(self) -> dist.ProcessGroup:
+        if self.mesh.stages == 2:
+            return self.group("stages")
+        ranks = self.along("stages").mesh.flatten().tolist()
+        made: Any = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
+        return made  # type: ignore[no-any-return]
+
     def summed(self, values: Sequence[float]) -> list[float]:
+        return self._summed(values, "replicas", "shards")
+
+    def from_last(self, values: Sequence[float]) -> list[float]:
+        return self._summed(values, "stages")
+
+    def _summed(self, values: Sequence[float], *dimensions: Dimension) -> list[float]:
         told = torch.tensor(list(values), dtype=torch.float64, device=self.kind)
-        for dimension in ("replicas", "shards"):
+        for dimension in dimensions:
             if self.devices[dimension].size() > 1:
                 dist.all_reduce(told, group=self.group(dimension))
         return told.tolist()

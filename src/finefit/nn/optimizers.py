@@ -5,7 +5,7 @@ parameters, so that they may be stepped together, or one by one as their gradien
 one that keeps the states elsewhere steps by the rule inside it. The *home* says where parameters are stepped. Declines closures and parameters that come later.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -113,6 +113,8 @@ class Optimizer(torch.optim.Optimizer):
         self.rule: Rule = AdamW()
         self.home = Home()
         self.at_once = 2**62  # elements stepped together
+        self.completing: list[Callable[[], None]] = []
+        """What else makes gradients whole, once their home has gathered them."""
         self.stepped: dict[Parameter, Parameter] = {}  # by the model's
         self.updated: set[Parameter] = set()
         """Of what is stepped, all that has had a gradient: wherever that was, and however soon it was gone."""
@@ -150,6 +152,8 @@ class Optimizer(torch.optim.Optimizer):
     def gradients(self) -> list[Parameter]:
         """What has a gradient to clip and to step by, when backward is over."""
         self.home.gather()
+        for complete in self.completing:
+            complete()
         return [one for one in self.stepped.values() if one.grad is not None]
 
     def all_held(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from ..parts import local, rows_of
-from ..run import Run, blocks_of, through
+from ..run import Forward, Run, own_blocks
 from .blockwise import Tables
 from .optimizers import Home
 
@@ -25,12 +25,12 @@ from .optimizers import Home
 class Whole(nn.Module):
     """Around a model: its forward is that of a step, with the loss."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, run_through: Forward) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.run_through = model, run_through
 
     def forward(self, *args: Any) -> Tensor:
-        return through(*args)
+        return self.run_through(*args)
 
 
 def shard(run: Run, mesh: DeviceMesh, keeps_whole: bool) -> None:
@@ -41,13 +41,13 @@ def shard(run: Run, mesh: DeviceMesh, keeps_whole: bool) -> None:
         if torch.is_autocast_enabled(kind):
             half = torch.get_autocast_dtype(kind)
     if half:
-        run.context = nullcontext  # what is gathered is cast, nothing else
+        run.context, run.passed = nullcontext, half  # what is gathered is cast, nothing else
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     whole = {p for m in run.model.modules() if isinstance(m, Tables) for p in m.parameters()}
     whole |= {p for p in run.model.parameters() if not p.dim()}
-    for block in blocks_of(run.model):
+    for block in own_blocks(run.model):
         fully_shard(block, mesh=mesh, reshard_after_forward=not keeps_whole, mp_policy=policy, ignored_params=whole)
-    root: Any = fully_shard(Whole(run.model), mesh=mesh, mp_policy=policy, ignored_params=whole)
+    root: Any = fully_shard(Whole(run.model, run.forward), mesh=mesh, mp_policy=policy, ignored_params=whole)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

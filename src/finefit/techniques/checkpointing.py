@@ -74,7 +74,7 @@ class Checkpointing(Technique):
             run.evidence["block_forwards"] = run.evidence.get("block_forwards", 0) + 1
 
         blocks = blocks_of(run.model)
-        for block in list(blocks)[: self.blocks]:
+        for block in [blocks[i] for i in self._chosen(run)]:
             if self.kind in _HALVES:
                 recomputed(block.get_submodule(self._half(dict(block.named_children()))), seen)
             elif self.kind == "selective":
@@ -83,6 +83,11 @@ class Checkpointing(Technique):
                 recomputed(block, seen)
         if self.kind == "nested":
             group(recomputed_blocks(blocks), self.group)
+
+    def _chosen(self, run: "Run") -> list[int]:
+        """The first blocks; of each device of a pipeline as many of its own."""
+        shares = run.world.mesh.shares(depth := run.model.config.get_text_config().num_hidden_layers)
+        return [i for share in shares for i in share[: ceil(self.blocks * len(share) / depth)]]
 
     def describe(self) -> str:
         what = {
@@ -99,9 +104,15 @@ class Checkpointing(Technique):
         return (("checkpointing_kind", self.kind),) if self.kind != "block" else ()
 
     def verify(self, run: "Run", ledger: "Ledger") -> None:
+        from ..nn.recomputed import Recomputed
+        from ..run import own_blocks
+
         steps, seen = run.evidence.get("micro_steps", 0), run.evidence.get("block_forwards", 0)
-        again = self.blocks - ceil(self.blocks / self.group)  # to give the others of a group their inputs
-        if seen != (2 * self.blocks + again) * steps:
+        blocks = self.blocks
+        if run.world.mesh.stages > 1:  # this device's
+            blocks = sum(isinstance(block.forward, Recomputed) for block in own_blocks(run.model))
+        again = blocks - ceil(blocks / self.group)  # to give the others of a group their inputs
+        if seen != (2 * blocks + again) * steps:
             raise NotAsPlanned(
-                f"checkpointing: {seen} forwards of {self.blocks} blocks in {steps} steps, not {2 * self.blocks + again} each"
+                f"checkpointing: {seen} forwards of {blocks} blocks in {steps} steps, not {2 * blocks + again} each"
             )
