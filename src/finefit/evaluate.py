@@ -22,7 +22,7 @@ def held_out_loss(
     The largest micro-batch, and no other, is within ``watching``.
     """
     started, run.doing.moment = time.perf_counter(), "eval"
-    total, labelled = 0.0, 0
+    total = labelled = 0.0
     groups = run.split([len(ids) for ids, _ in examples])
     largest = max(groups, key=lambda group: sum(len(examples[i][0]) for i in group))
     for group in groups:
@@ -30,11 +30,13 @@ def held_out_loss(
         with watching(batch) if group is largest else nullcontext():
             total += unlearned_loss(run, batch).item()
         labelled += len(batch.label_l)
-    return total / labelled, labelled, time.perf_counter() - started
+    total, labelled = run.world.of_examples((total, labelled))
+    return total / labelled, int(labelled), time.perf_counter() - started
 
 
 def unlearned_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
-    """`summed_loss` without dropout and with nothing kept for a backward; the run is in training mode afterwards."""
+    """`summed_loss` without dropout and with nothing kept for a backward: of the tokens this rank has. The run is in training
+    mode afterwards."""
     run.doing.moment = "eval"
     run.model.eval()
     with torch.no_grad(), _no_casts_kept():

@@ -9,7 +9,7 @@ Stage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """``shards`` times ``replicas`` ranks have data of their own; each is ``tensor`` times ``stages`` devices."""
+    """``shards`` times ``replicas`` ranks have data of their own; each is ``context`` times ``tensor`` times ``stages`` devices."""
 
     replicas: int = 1
     """Mesh, or groups of shards, that hold the same."""
@@ -20,6 +20,8 @@ class Mesh:
     """Devices that share every weight matrix, and the rows between them (sequence parallel)."""
     stages: int = 1
     """Devices with some of the blocks each: a pipeline."""
+    context: int = 1
+    """Devices that share the tokens of every micro-batch."""
 
     @property
     def data(self) -> int:
@@ -27,14 +29,21 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        return self.data * self.tensor * self.stages
+        return self.data * self.context * self.tensor * self.stages
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that states are divided among: those that share tokens hold the same weights, too."""
+        return self.shards * self.context if self.stage else 1
 
     def says(self) -> str:
         """``8 tensor parallel x 16 sharded``; ``one device`` where nothing is divided."""
+        alone = f" (ZeRO-{self.stage})" if self.stage and self.shards == 1 else ""
         parts = [
             (self.tensor, f"{self.tensor} tensor parallel"),
             (self.stages, f"{self.stages} pipeline stages"),
             (self.shards, f"{self.shards} sharded (ZeRO-{self.stage})"),
+            (self.context, f"{self.context} context parallel{alone}"),
             (self.replicas, f"{self.replicas} data parallel"),
         ]
         return " x ".join(text for degree, text in parts if degree > 1) or "one device"

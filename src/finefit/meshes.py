@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from .hardware import HardwareSpec
 from .mesh import Mesh, Stage
-from .techniques import DataParallel, PipelineParallel, Technique, TensorParallel, Zero
+from .techniques import ContextParallel, DataParallel, PipelineParallel, Technique, TensorParallel, Zero
 from .traffic import per_machine
 
 _MOST_STAGES = 16
@@ -59,6 +59,8 @@ def techniques_of_mesh(mesh: Mesh) -> list[Technique]:
         found.append(TensorParallel(mesh.tensor))
     if mesh.stages > 1:
         found.append(PipelineParallel(mesh.stages))
+    if mesh.context > 1:
+        found.append(ContextParallel(mesh.context))
     if mesh.replicas > 1:
         found.append(DataParallel(mesh.replicas))
     if mesh.stage:
@@ -75,6 +77,8 @@ def mesh_of(techniques: Iterable[Technique]) -> Mesh:
                 mesh = replace(mesh, tensor=n)
             case PipelineParallel(n):
                 mesh = replace(mesh, stages=n)
+            case ContextParallel(n):
+                mesh = replace(mesh, context=n)
             case DataParallel(n):
                 mesh = replace(mesh, replicas=n)
             case Zero(stage, n):

@@ -1,8 +1,9 @@
 """The world of a run: one process a device, which of them this is, and what they tell each other beside tensors.
 
 Follows torch's launcher: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT stand in the environment, whoever set them. The
-mesh is the plan's, outermost first: pipeline stages, replicas, shards, tensor parallel ranks, so that those that talk most
-are next to each other. gloo carries a CPU's collectives, NCCL those of CUDA.
+mesh is the plan's, outermost first: pipeline stages, replicas, shards, context and tensor parallel ranks, so that those that
+talk most are next to each other. Ranks of a context have other tokens and the same weights: to whoever asks for them they
+are so many more replicas where all is held whole, and so many more shards where it is not. gloo carries a CPU's collectives, NCCL those of CUDA.
 
 A process alone has a world, too, which asks nobody.
 """
@@ -19,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..mesh import Mesh
 
-Dimension = Literal["stages", "replicas", "shards", "tensor"]
-DIMENSIONS: tuple[Dimension, ...] = ("stages", "replicas", "shards", "tensor")
+Dimension = Literal["stages", "replicas", "shards", "context", "tensor"]
+DIMENSIONS: tuple[Dimension, ...] = ("stages", "replicas", "shards", "context", "tensor")
+_HOLDING: tuple[Dimension, ...] = ("stages", "replicas", "shards", "tensor")
 LONGEST_S = 600.0
 """For which a collective waits for the others: the first of a step may wait for a checkpoint, and for kernels to compile."""
 
@@ -44,7 +46,11 @@ class Alone:
         return self.rank == 0
 
     def summed(self, values: Sequence[float]) -> list[float]:
-        """Over the ranks that have examples of their own."""
+        """Over the ranks that have examples, or tokens, of their own."""
+        return list(values)
+
+    def of_examples(self, values: Sequence[float]) -> list[float]:
+        """The sum over the ranks that have the same examples, of which each has some tokens."""
         return list(values)
 
     def any(self, flag: bool) -> bool:
@@ -76,19 +82,33 @@ class World(Alone):
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh, self.kind = mesh, kind
-        degrees = (mesh.stages, mesh.replicas, mesh.shards, mesh.tensor)
+        degrees = (mesh.stages, mesh.replicas, mesh.shards, mesh.context, mesh.tensor)
         self.devices: DeviceMesh = init_device_mesh(kind, degrees, mesh_dim_names=DIMENSIONS)
         place = dict(zip(DIMENSIONS, self.devices.get_coordinate() or (), strict=True))
         self.place: dict[Dimension, int] = place
         self.data_rank, self.data_size = place["replicas"] * mesh.shards + place["shards"], mesh.data
+        self.holding = self.devices if mesh.context == 1 else self._holding()
+
+    def _holding(self) -> DeviceMesh:
+        """The same devices by what they hold."""
+        mesh = self.mesh
+        shards = mesh.sharing
+        held = (mesh.stages, mesh.data * mesh.context // shards, shards, mesh.tensor)
+        return init_device_mesh(self.kind, held, mesh_dim_names=_HOLDING)
 
     def along(self, *dimensions: Dimension) -> DeviceMesh:
-        return self.devices[dimensions]
+        return self.devices[dimensions] if "context" in dimensions else self.holding[dimensions]
 
     def summed(self, values: Sequence[float]) -> list[float]:
+        return self._summed(values, ("replicas", "shards"))
+
+    def of_examples(self, values: Sequence[float]) -> list[float]:
+        return self._summed(values, ("context",))
+
+    def _summed(self, values: Sequence[float], dimensions: Sequence[Dimension]) -> list[float]:
         told = torch.tensor(list(values), dtype=torch.float64, device=self.kind)
-        for dimension in ("replicas", "shards"):
-            if self.devices[dimension].size() > 1:
+        for dimension in dimensions:
+            if self.along(dimension).size() > 1:
                 dist.all_reduce(told, group=self.group(dimension))
         return told.tolist()
 
