@@ -68,7 +68,7 @@ class Zero(Technique):
 
         if (ranks := run.world.mesh.shards) != self.ranks:
             raise NotAsPlanned(f"zero: {ranks} ranks share, not {self.ranks}")
-        whole = [name for name, p in run.model.named_parameters() if self.stage > 1 and not is_sharded(p)]
+        whole = [name for name, p in run.model.named_parameters() if self.stage > 1 and p.dim() and not is_sharded(p)]
         if whole := [name for name in whole if ".tables." not in name]:
             raise NotAsPlanned(f"zero: {len(whole)} weights are whole on each rank: {whole[:3]}")
         stepped = sum(one.numel() for one in run.optimizer.state)
