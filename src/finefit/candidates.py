@@ -16,7 +16,7 @@ from .footprint import Footprint
 from .ladder import Rung
 from .layout import Layout, Micro, layout_of
 from .mesh import Mesh
-from .meshes import fewest_ranks, meshes, techniques_of_mesh
+from .meshes import contexts, fewest_ranks, meshes, techniques_of_mesh
 from .predict import footprint
 from .spec import CheckpointingKind, HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
@@ -113,6 +113,11 @@ class Question:
         """Of micro-batches of at most so many examples and tokens, in rectangles where packing is switched off."""
         return self.batches.work(size, tokens, self.job.pin("packing") == "false")
 
+    def meshes(self) -> Iterator[Mesh]:
+        """Ways to divide it over the devices."""
+        longest, said = self.batches.longest, self.job.pin("context_parallel")
+        return meshes(self.hardware, self.job.global_batch_size, contexts(self.hardware, longest, said))
+
     def over(self, mesh: Mesh) -> "Question":
         """The same, divided over devices so."""
         return replace(self, mesh=mesh, batches=self.batches.among(mesh.data))
@@ -121,7 +126,7 @@ class Question:
 def over_devices(question: Question) -> Iterator[Question]:
     """The question once for each way to divide it over the devices that suits the model."""
     found, why = 0, None
-    for mesh in meshes(question.hardware, question.job.global_batch_size):
+    for mesh in question.meshes():
         asked = question.over(mesh)
         try:
             size, tokens = next(splits(asked))

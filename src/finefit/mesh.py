@@ -36,6 +36,11 @@ class Mesh:
         """Ranks that states are divided among: those that share tokens hold the same weights, too."""
         return self.shards * self.context if self.stage else 1
 
+    @property
+    def copies(self) -> int:
+        """Ranks, or groups of those, that hold the same."""
+        return self.data * self.context // self.sharing
+
     def says(self) -> str:
         """``8 tensor parallel x 16 sharded``; ``one device`` where nothing is divided."""
         alone = f" (ZeRO-{self.stage})" if self.stage and self.shards == 1 else ""

@@ -43,3 +43,16 @@ def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps
     print(mesh, kind, micro_steps, [rank["moments"] for rank in found])
     peaks = [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
     assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in peaks)
+
+
+OF_FOUR = {
+    "context of four": {"context": 4}, "data": {"replicas": 2, "context": 2}, "zero1": {"shards": 2, "context": 2, "stage": 1},
+    "zero3": {"shards": 2, "context": 2, "stage": 3}, "hybrid": {"replicas": 2, "context": 2, "stage": 2},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["checkpointed", "qlora", "plain"])
+@pytest.mark.parametrize("mesh", OF_FOUR)
+def test_four_ranks_learn_what_one_process_does(four, mesh, kind):
+    check(four, OF_FOUR[mesh], TECHNIQUES[kind])

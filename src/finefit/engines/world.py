@@ -92,8 +92,7 @@ class World(Alone):
     def _holding(self) -> DeviceMesh:
         """The same devices by what they hold."""
         mesh = self.mesh
-        shards = mesh.sharing
-        held = (mesh.stages, mesh.data * mesh.context // shards, shards, mesh.tensor)
+        held = (mesh.stages, mesh.copies, mesh.sharing, mesh.tensor)
         return init_device_mesh(self.kind, held, mesh_dim_names=_HOLDING)
 
     def along(self, *dimensions: Dimension) -> DeviceMesh:

@@ -46,30 +46,30 @@ class Exchange(Here):
         if heads < self.ranks:  # each of them several times
             x_und = x_und[:, :, None].expand(-1, -1, self.ranks // heads, -1).flatten(1, 2)
         sent_cund = x_und.unflatten(1, (self.ranks, -1)).transpose(0, 1)
-        got_cund: Tensor = _AllToAll.apply(sent_cund, self.group)
+        got_cund: Tensor = _AllToAll.apply(sent_cund, self)
         return got_cund.flatten(0, 1)
 
     def tokens(self, out_tnd: Tensor) -> Tensor:
-        parts_cund: Tensor = _AllToAll.apply(out_tnd.unflatten(0, (self.ranks, -1)), self.group)
+        parts_cund: Tensor = _AllToAll.apply(out_tnd.unflatten(0, (self.ranks, -1)), self)
         del out_tnd
-        return parts_cund.transpose(0, 1).flatten(1, 2)
+        return parts_cund.transpose(0, 1).flatten(1, 2).contiguous()
+
+    def passed(self, x_cund: Tensor) -> Tensor:
+        """The i-th part goes to the i-th rank, its part for this one comes."""
+        sent_cund = x_cund.contiguous()
+        got_cund = torch.empty_like(sent_cund)
+        dist.all_to_all_single(got_cund, sent_cund, group=self.group)
+        return got_cund
 
 
 class _AllToAll(torch.autograd.Function):
-    """The i-th part of the first dimension goes to the i-th rank, its part for this one comes; gradients go back."""
+    """``exchange.passed``; gradients go back the way that values came."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchanged(x, group)
+    def forward(ctx: Any, x_cund: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.passed(x_cund)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grads[0], ctx.group), None
-
-
-def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = x.contiguous()
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
-    return got
+        return ctx.exchange.passed(grads[0]), None

@@ -67,7 +67,9 @@ class ContextParallel(Technique):
             raise NotAsPlanned(f"context_parallel: {ranks} ranks share tokens, not {self.ranks}")
         depth, steps = run.model.config.num_hidden_layers, run.evidence.get("micro_steps", 0)
         if (seen := run.evidence.get("exchanges", 0)) < depth * steps:
-            raise NotAsPlanned(f"context_parallel: {seen} exchanges in {steps} steps of {depth} blocks: some saw a share only")
+            raise NotAsPlanned(
+                f"context_parallel: {seen} exchanges in {steps} steps of {depth} blocks: some saw a share only"
+            )
 
 
 def share(whole: "MicroBatch", exchange: "Exchange") -> "MicroBatch":
