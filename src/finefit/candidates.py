@@ -16,7 +16,7 @@ from .footprint import Footprint
 from .ladder import Rung
 from .layout import Layout, Micro, layout_of
 from .mesh import Mesh
-from .meshes import DEGREES, fewest_ranks, meshes, techniques_of_mesh
+from .meshes import DEGREES, contexts, fewest_ranks, meshes, techniques_of_mesh
 from .predict import footprint
 from .spec import CheckpointingKind, HardwareSpec, JobSpec, ModelSpec
 from .techniques import (
@@ -113,6 +113,11 @@ class Question:
         """Of micro-batches of at most so many examples and tokens, in rectangles where packing is switched off."""
         return self.batches.work(size, tokens, self.job.pin("packing") == "false")
 
+    def meshes(self) -> Iterator[Mesh]:
+        """Ways to divide it over the devices."""
+        longest, said = self.batches.longest, self.job.pin("context_parallel")
+        return meshes(self.hardware, self.job.global_batch_size, contexts(self.hardware, longest, said))
+
     def over(self, mesh: Mesh) -> "Question":
         """The same, divided over devices so."""
         return replace(self, mesh=mesh, batches=self.batches.among(mesh.data))
@@ -141,7 +146,7 @@ def _wished(question: Question) -> Iterator[Mesh]:
     said = {key: int(word) for key in DEGREES if (word := question.job.pin(key)) is not None}
     if question.hardware.count == 1:
         said.pop("zero", None)  # shared out among one, everything is as it is
-    found = list(meshes(question.hardware, question.job.global_batch_size))
+    found = list(question.meshes())
     kept = [mesh for mesh in found if all(getattr(mesh, DEGREES[key]) == degree for key, degree in said.items())]
     if found and not kept:
         words = ", ".join(f"{key} {degree}" for key, degree in said.items())

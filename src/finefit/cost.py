@@ -77,11 +77,10 @@ _BY_CHANCE = {"cpu": 30, "cuda": 180}  # more, where weights in bf16 are rounded
 def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Seconds of one optimizer step with the mean work of the run, of one rank's share of it."""
     mesh = layout.mesh
-    busy = _blocks_s(layout, work, hardware) / (mesh.tensor * mesh.stages)
+    busy = _blocks_s(layout, work, hardware) / (mesh.tensor * mesh.context * mesh.stages)
     busy += recompute.offloading_s(layout, work, hardware, busy)
     busy = _streaming_s(busy, layout, work, hardware) if layout.arena else busy
-    shards = mesh.shards if mesh.stage else 1
-    divided = shards * mesh.stages
+    divided = mesh.sharing * mesh.stages
     trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / divided
     if layout.gradients_on != "device":  # they go as they come
         busy = max(busy, work.mean_steps * trained / hardware.offload_bytes_per_s(layout.gradients_on))
@@ -118,7 +117,8 @@ def _update_bytes(layout: Layout, kind: str) -> float:
 def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Seconds of forward and backward on one device."""
     on = _ON[hardware.kind]
-    rows = work.mean_tokens / max(work.mean_steps, 1e-9)
+    among = layout.mesh.context
+    rows = work.mean_tokens / max(work.mean_steps, 1e-9) / among
     rate = hardware.flops_per_s(_dtype(layout)) * on.peak_share * rows / (rows + on.half_rows)
     depth = layout.model.num_hidden_layers
     made_again = recompute.again(layout)
@@ -127,9 +127,9 @@ def _blocks_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     products = _linear_flops(layout, made_again.products, slower) * work.mean_tokens + _head_flops(layout, work, slower)
     attention = 2 * layout.model.q_width * work.mean_square * depth * (1 + attended + 2.5) / on.attention_share
     scores = layout.model.num_attention_heads * work.mean_square * depth * (1 + attended / 3) * on.score_bytes
-    # a tensor-parallel rank makes as many calls as a device alone
-    calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.mesh.tensor
-    calls += work.mean_tokens / _QUERY_ROWS * depth * (1 + attended / 3) * on.rows_s
+    # a rank that has a part of the heads or of the tokens makes as many calls as a device alone
+    calls = work.mean_steps * depth * _CALLS_PER_BLOCK * (1 + again / 2) * on.call_s * layout.mesh.tensor * among
+    calls += work.mean_tokens / _QUERY_ROWS * among * depth * (1 + attended / 3) * on.rows_s
     moved = on.passes * work.mean_tokens * depth * _elementwise_bytes(layout) * (1 + again / 2)
     moved += on.low_rank_passes * work.mean_tokens * _low_rank_bytes(layout) * (1 + again / 4)
     moved += (scores + _loss_bytes(layout, work, on)) * layout.element_bytes / 2
@@ -147,7 +147,7 @@ def _dequantising_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float
             chunks = -(-g.numel // layout.dequantised)
             moved = g.numel * _DEQUANTISED_BYTES[g.bits] / hardware.bandwidth_bytes_per_s
             seconds += g.count * (moved + chunks * _DEQUANTISED_CALLS * _ON[hardware.kind].call_s)
-    return seconds * times
+    return seconds * times * layout.mesh.context
 
 
 def _dtype(layout: Layout) -> str:
@@ -229,7 +229,7 @@ def _weight_bytes(layout: Layout, work: Work, on: Efficiency, again: float) -> f
             chunk = 0.0
         moved = work.mean_steps * each + later * added + _chunks(layout, work) * chunk
         total += g.numel * g.count * moved
-    return total * layout.mesh.tensor  # a rank's groups are its part
+    return total * layout.mesh.tensor * layout.mesh.context  # a rank's groups are its part; all of a context have all
 
 
 def _elementwise_bytes(layout: Layout) -> float:

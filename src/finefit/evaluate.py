@@ -34,7 +34,8 @@ def held_out_loss(
 
 
 def unlearned_loss(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger | None = None) -> Tensor:
-    """A micro-batch's summed loss without dropout and with nothing kept for a backward; the run is in training mode afterwards."""
+    """A micro-batch's summed loss, of the tokens this rank has, without dropout and with nothing kept for a backward. The run is
+    in training mode afterwards."""
     run.doing.moment = "eval"
     run.model.eval()
     with torch.no_grad(), _no_casts_kept():

@@ -24,7 +24,7 @@ from .candidates import (
 from .coefficients import is_traced
 from .ladder import single, turned_on
 from .mesh import Mesh
-from .meshes import mesh_of, meshes
+from .meshes import mesh_of
 from .plan import Neighbour, Plan, Verdict
 from .search import SLOWER, best_of, best_over
 from .spec import PrecisionKind
@@ -124,7 +124,7 @@ class _Beside:
     def meshes(self, whole: Question) -> Iterator[Neighbour]:
         """The devices divided otherwise in one degree, each with the best it would do; ``whole`` is not divided yet."""
         job, chosen = replace(whole.job, method=cast(Method, self.plan.method)), self.question.mesh
-        for mesh in meshes(whole.hardware, job.global_batch_size):
+        for mesh in whole.meshes():
             if not _is_near(mesh, chosen):
                 continue
             if found := best_over(replace(whole, job=job), mesh, self.limit):
@@ -216,8 +216,8 @@ class _Beside:
 
 
 def _is_near(mesh: Mesh, chosen: Mesh) -> bool:
-    """Differs in what is divided among data-parallel ranks, or in one degree of the other two and nothing else."""
-    degrees = ((mesh.tensor, chosen.tensor), (mesh.stages, chosen.stages))
+    """Differs in what is divided among data-parallel ranks, or in one degree of the others and nothing else."""
+    degrees = ((mesh.tensor, chosen.tensor), (mesh.stages, chosen.stages), (mesh.context, chosen.context))
     if all(one == other for one, other in degrees):
         return mesh != chosen
     near = all(one in (other // 2, other, other * 2) for one, other in degrees)

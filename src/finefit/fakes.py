@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .nn import attention
+from .nn.exchanged import Exchange
 
 
 @contextlib.contextmanager
@@ -17,6 +18,19 @@ def query_block(rows: int) -> Iterator[None]:
         yield
     finally:
         attention.QUERY_BLOCK = own
+
+
+class OneOf(Exchange):
+    """The first of so many ranks, of which no other is there: what comes has no values."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.rank = ranks, 0
+
+    def seen(self) -> None:
+        return None
+
+    def passed(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x.contiguous())
 
 
 class _Grouped(torch.autograd.Function):

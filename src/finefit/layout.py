@@ -110,6 +110,12 @@ class Layout:
         return 4 if self.graph[0] == "fp32" else 2
 
     @property
+    def share(self) -> Micro:
+        """What one of the ranks that share the micro-batch's tokens has of it, and how many of its labels it may have."""
+        tokens = self.micro.tokens // self.mesh.context
+        return Micro(tokens, self.micro.longest, min(self.micro.labelled, tokens))
+
+    @property
     def keeps_gradients(self) -> bool:
         """Whether the device has them from backward to the update; else each is there for a moment."""
         return self.gradients_on == "device" and not self.steps_in_backward

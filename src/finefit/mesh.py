@@ -11,7 +11,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """``shards`` times ``replicas`` ranks have data of their own; each is ``tensor`` times ``stages`` devices."""
+    """``shards`` times ``replicas`` ranks have data of their own; each is ``context`` times ``tensor`` times ``stages`` devices."""
 
     replicas: int = 1
     """Mesh, or groups of shards, that hold the same."""
@@ -26,6 +26,8 @@ class Mesh:
     """The order of a pipeline's forwards and backwards."""
     stages_a_rank: int = 1
     """Stages that each device of a pipeline has, every ``stages``-th of all: more than one where they are interleaved."""
+    context: int = 1
+    """Devices that share the tokens of every micro-batch."""
 
     @property
     def data(self) -> int:
@@ -33,7 +35,17 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        return self.data * self.tensor * self.stages
+        return self.data * self.context * self.tensor * self.stages
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that states are divided among: those that share tokens hold the same weights, too."""
+        return self.shards * self.context if self.stage else 1
+
+    @property
+    def copies(self) -> int:
+        """Ranks, or groups of those, that hold the same."""
+        return self.data * self.context // self.sharing
 
     def slices(self, depth: int) -> list[range]:
         """The blocks of each stage, of all devices, in order; the first ones have one more where they do not divide."""
@@ -55,10 +67,12 @@ class Mesh:
 
     def says(self) -> str:
         """``8 tensor parallel x 16 sharded``; ``one device`` where nothing is divided."""
+        alone = f" (ZeRO-{self.stage})" if self.stage and self.shards == 1 else ""
         parts = [
             (self.tensor, f"{self.tensor} tensor parallel"),
             (self.stages, f"{self.stages} pipeline stages"),
             (self.shards, f"{self.shards} sharded (ZeRO-{self.stage})"),
+            (self.context, f"{self.context} context parallel{alone}"),
             (self.replicas, f"{self.replicas} data parallel"),
         ]
         return " x ".join(text for degree, text in parts if degree > 1) or "one device"

@@ -1,29 +1,49 @@
-"""Ways to divide a run over the devices there are: data, sharded, tensor and pipeline parallel, and their products.
+"""Ways to divide a run over the devices there are: data, sharded, tensor, pipeline and context parallel, and their products.
 
-Tensor parallel stays inside a machine; shards are all data-parallel ranks, or those of a machine with replicas across
+Tensor and context parallel stay inside a machine, the latter is offered where examples are long; shards are all data-parallel ranks, or those of a machine with replicas across
 machines (hybrid). Every device is used and every data-parallel rank has at least one example of the global batch. Declines
-context and expert parallel. Torch-free.
+context parallel with tensor and pipeline parallel, and expert parallel. Torch-free.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from .data.micro import ALIGNMENT
+from .errors import ConfigError
 from .hardware import HardwareSpec
 from .mesh import Mesh, Stage
-from .techniques import DataParallel, PipelineParallel, Technique, TensorParallel, Zero
+from .techniques import ContextParallel, DataParallel, PipelineParallel, Technique, TensorParallel, Zero
 from .traffic import per_machine
 
 _MOST_STAGES = 16
 # Keys of memory.* and the degree of a mesh that each of them is.
 DEGREES = {"zero": "stage", "tensor_parallel": "tensor", "pipeline_parallel": "stages"}
+LONG = 8192  # tokens of an example from which a device alone may not have room for it
 
 
-def meshes(hardware: HardwareSpec, examples: int) -> Iterator[Mesh]:
-    """Each way to use all of the devices for a global batch of so many examples; the simplest first."""
+def meshes(hardware: HardwareSpec, examples: int, contexts: Sequence[int] = (1,)) -> Iterator[Mesh]:
+    """Each way to use all of the devices for a global batch of so many examples; the simplest first. So many devices may
+    share an example's tokens as ``contexts`` says."""
     here = per_machine(hardware)
     for data, tensor, stages in _grids(hardware, here):
-        if data <= examples:
+        if data <= examples and 1 in contexts:
             yield from _of_data(data, max(here // tensor, 1), Mesh(tensor=tensor, stages=stages))
+    for context in contexts:
+        if context > 1 and hardware.count // context <= examples:
+            yield from _of_data(hardware.count // context, here // context, Mesh(context=context))
+
+
+def contexts(hardware: HardwareSpec, longest: int, said: str | None) -> tuple[int, ...]:
+    """How many devices may share the tokens of a micro-batch: as many as were said; else of a machine 2, 4 ... where the
+    ``longest`` example has many, and 1."""
+    here = per_machine(hardware)
+    suited = [n for n in range(1, here + 1) if here % n == 0 and hardware.count % n == 0]
+    if said is not None:
+        if int(said) not in suited:
+            hint = f"say one of {', '.join(map(str, suited))}"
+            raise ConfigError(f"memory.context_parallel: {said} devices do not divide {hardware.count}", hint=hint)
+        return (int(said),)
+    return tuple(n for n in suited if n == 1 or (longest >= LONG and ALIGNMENT % n == 0))
 
 
 def fewest_ranks(hardware: HardwareSpec) -> int:
@@ -43,14 +63,14 @@ def _grids(hardware: HardwareSpec, here: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _of_data(data: int, inside: int, mesh: Mesh) -> Iterator[Mesh]:
-    if data == 1:
-        yield mesh
-        return
+    ranks = data * mesh.context
     yield replace(mesh, replicas=data)
+    if ranks == 1:
+        return
     kinds: tuple[Stage, ...] = (1, 2) if mesh.stages > 1 else (1, 2, 3)
     for stage in kinds:
         yield replace(mesh, shards=data, stage=stage)
-        if stage > 1 and 1 < inside < data and data % inside == 0:
+        if stage > 1 and 1 < inside * mesh.context < ranks and data % inside == 0:
             yield replace(mesh, shards=inside, replicas=data // inside, stage=stage)
 
 
@@ -61,6 +81,8 @@ def techniques_of_mesh(mesh: Mesh) -> list[Technique]:
         found.append(TensorParallel(mesh.tensor))
     if mesh.stages > 1:
         found.append(PipelineParallel(mesh.stages, mesh.schedule, mesh.stages_a_rank))
+    if mesh.context > 1:
+        found.append(ContextParallel(mesh.context))
     if mesh.replicas > 1:
         found.append(DataParallel(mesh.replicas))
     if mesh.stage:
@@ -77,6 +99,8 @@ def mesh_of(techniques: Iterable[Technique]) -> Mesh:
                 mesh = replace(mesh, tensor=n)
             case PipelineParallel(n, schedule, stages_a_rank):
                 mesh = replace(mesh, stages=n, schedule=schedule, stages_a_rank=stages_a_rank)
+            case ContextParallel(n):
+                mesh = replace(mesh, context=n)
             case DataParallel(n):
                 mesh = replace(mesh, replicas=n)
             case Zero(stage, n):

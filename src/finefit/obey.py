@@ -11,7 +11,7 @@ from typing import Any
 from .batches import Batches
 from .candidates import judged, rewrite
 from .config import Config
-from .config.schema import degrees
+from .config.parallel import degrees
 from .errors import ConfigError, DoesNotFit
 from .footprint import Footprint
 from .meshes import DEGREES, mesh_of

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from . import phases, recompute
 from .coefficients import evaluation_is_traced, sections_for
+from .contexts import shared
 from .data.micro import width
 from .divided import Divided, InPipe, Part, parts
 from .footprint import MOMENTS, STEP, Footprint
@@ -30,7 +31,7 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
-    found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.update))
+    found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.sharing, layout.update))
     found["parameter"] += layout.arena
     if layout.states_on != "device":
         found["optimizer_state"] = _left(layout)
@@ -66,10 +67,9 @@ def _states(groups: tuple[ParamGroup, ...], stage: int, shards: int, update: Upd
 def temporary_bytes(layout: Layout) -> int:
     """What the optimizer takes beside its states while it steps, of what the device has. With products in float16 it may
     have to skip a step."""
-    mesh = layout.mesh
     if layout.gradients_on == "host":
         return 0
-    return _temporary(layout.groups, mesh.shards if mesh.stage else 1, layout.update, layout.half == "float16")
+    return _temporary(layout.groups, layout.mesh.sharing, layout.update, layout.half == "float16")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,18 +79,19 @@ def _temporary(groups: tuple[ParamGroup, ...], shards: int, update: Update, skip
 
 def sizes_of(layout: Layout) -> dict[str, float]:
     """Every symbol's value for this layout."""
-    model, micro, rows = layout.model, layout.micro, width(layout.micro.labelled)
+    model, micro = layout.model, layout.share
+    longest, rows = layout.micro.longest, width(micro.labelled)
     return {
         **model.symbols(),
         "g": model.num_attention_heads / model.num_key_value_heads,
         "T": micro.tokens,
-        "S": micro.longest,
-        "Q": min(QUERY_BLOCK, micro.longest),
+        "S": longest / layout.mesh.context,
+        "Q": min(QUERY_BLOCK, longest),
         "L": rows,
         "C": min(layout.loss_chunk or rows, rows),
         "r": layout.rank,
         "W": layout.dequantised,
-        "B": micro.tokens / micro.longest,
+        "B": layout.micro.tokens / longest,
         "X": model.max_position_embeddings,
         "P": sum(g.count for g in layout.groups if g.trainable),
     }
@@ -198,7 +199,7 @@ class _Walk:
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         # Gradients that leave as they appear are what they are from a second micro-batch on: there for a moment each.
         self.again |= not layout.keeps_gradients
-        tokens, labelled = layout.micro.tokens, layout.micro.labelled
+        tokens, labelled = layout.share.tokens, layout.share.labelled
         self.live = {**fixed, "activation": 0, "temporary": 0, "input": 8 * (2 * tokens + width(labelled) + labelled)}
         if layout.micro_steps == 1:
             self.live["gradient"] = 0
@@ -213,7 +214,8 @@ class _Walk:
     def through(self, one: Pass) -> None:
         name, kind, times = one[:3]
         if kind not in self.tables:
-            table = self.tables[kind] = numbers(sections_for(self.layout, kind), self.again, self.sizes)
+            sections = shared(sections_for(self.layout, kind), kind, self.layout)
+            table = self.tables[kind] = numbers(sections, self.again, self.sizes)
             if len(self.tables) == 1 and "held" in table:  # tables kept as buffers, in every kind the same
                 self._add(table["held"].end, 1)
         section = self.tables[kind].get(name)
@@ -224,7 +226,7 @@ class _Walk:
             section = self.divided.section(name, kind, section)
             self._turn(name)
         if section is not None and (one.more or one.returned):
-            section = recompute.changed(section, one, recompute.input_bytes(self.layout, self.layout.micro.tokens))
+            section = recompute.changed(section, one, recompute.input_bytes(self.layout, self.layout.share.tokens))
         if name == "optimizer" and not self.layout.steps_in_backward:
             section = self._stepped(section)
         if block:

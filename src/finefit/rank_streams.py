@@ -36,7 +36,7 @@ def plan_streams(config: Mapping[str, Any], techniques: Sequence[Technique], mic
     stage = int(own[depth_key(config)])
     alone = [replace(t, blocks=-(-t.blocks * stage // depth)) if isinstance(t, Checkpointing) else t for t in alone]
     share = Micro(*(max(n // spread.tensor, 1) for n in (micro.tokens, micro.longest, micro.labelled)))
-    whole = sliced(plan_stream(own, alone, share, kind), run)
+    whole = sliced(plan_stream(own, alone, share, kind, context=mesh_of(techniques).context), run)
     return [of_rank(part, run) for part in stages(whole, run)]
 
 
@@ -50,7 +50,7 @@ def run_of_mesh(techniques: Sequence[Technique], micro: Micro) -> ForeignRun:
     sharded = mesh.stage >= 2
     masters = full and sharded and kind == "bf16_mixed"
     spread = Spread(
-        mesh.data, mesh.tensor, mesh.stages, shard_stage=3 if sharded else mesh.stage, shards=mesh.shards,
+        mesh.copies * mesh.sharing, mesh.tensor, mesh.stages, shard_stage=3 if sharded else mesh.stage, shards=mesh.sharing,
         engine="fsdp2" if sharded else "", reduce_dtype="float32", stays="step" if mesh.stage == 2 else "",
         micro_batches=steps,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from .engines.alone import Alone
 from .ledger import Ledger, NoLedger
 from .nn.attend import ATTENTION
 from .nn.chunked_loss import Logits
+from .nn.exchanged import Here
 from .nn.gradients import global_norm
 from .nn.optimizers import Optimizer
 
@@ -34,13 +35,15 @@ class MicroBatch:
     row_r: Tensor
     label_l: Tensor
     tokens: int
+    exchange: Here = field(default_factory=Here)
+    """How attention gets at the tokens that are with other ranks; ``bounds`` are of all of them."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.ids_bs, self.position_bs, self.row_r, self.label_l
 
     def to(self, device: torch.device) -> "MicroBatch":
         ids, position, row, label = (t.to(device, non_blocking=True) for t in self.tensors())
-        return MicroBatch(ids, position, self.bounds, row, label, self.tokens)
+        return replace(self, ids_bs=ids, position_bs=position, row_r=row, label_l=label)
 
 
 Example = tuple[Sequence[int], Sequence[int]]  # token ids, 1 where the token is trained
@@ -128,10 +131,11 @@ class Passes:
             run.doing.moment = "forward_end"
             run.optimizer.home.before(is_last=run.doing.micro == len(batches) - 1)
             loss = summed_loss(run, batch.to(run.device), ledger) / labelled
-            ledger.mark("backward start")
-            run.doing.moment = "backward_peak"
-            run.scaler.scale(loss).backward()
             told(loss.detach())
+            ledger.mark("backward start")
+            loss = run.scaler.scale(loss)
+            run.doing.moment = "backward_peak"
+            loss.backward()
             del loss
             ledger.mark("idle")
 
@@ -201,7 +205,7 @@ def through(run: Run, batch: MicroBatch, ledger: Ledger | NoLedger) -> Tensor:
 
 def decoded(run: Run, batch: MicroBatch) -> Tensor:
     """What the decoder gives."""
-    told = {"position_ids": batch.position_bs, "bounds": batch.bounds}
+    told = {"position_ids": batch.position_bs, "bounds": batch.bounds, "exchange": batch.exchange}
     if run.model.config._attn_implementation != ATTENTION:
         told = {}  # every row is one sequence, from its first position on
     hidden: Tensor = run.model.get_decoder()(input_ids=batch.ids_bs, use_cache=False, **told).last_hidden_state

@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .build import rewritten
 from .catalog.configs import depth_key
-from .fakes import without_values
+from .fakes import OneOf, without_values
 from .foreign import ForeignRun
 from .layout import Micro
 from .ledger import Ledger
 from .models import fill_empty
 from .nn.attend import standing_for
 from .nn.optimizers import Optimizing
-from .run import trainable
+from .run import MicroBatch, trainable
 from .stacks import builder_of
 from .stacks.adapters import Packed
 from .stacks.attention import cuda_kernels
@@ -66,11 +66,12 @@ def _deep(ledger: Ledger, pattern: Pattern, shallow: int, depth: int, first: int
 
 
 def plan_stream(
-    config: Mapping[str, Any], techniques: Sequence[Technique], micro: Micro, kind: str = "cpu", whole: bool = False
-) -> Stream:
+    config: Mapping[str, Any], techniques: Sequence[Technique], micro: Micro, kind: str = "cpu", whole: bool = False,
+    context: int = 1,
+) -> Stream:  # fmt: skip
     """The allocations of one step of finefit's own run: the real techniques on the real model.
 
-    ``kind``: cpu or cuda, the device it stands for.
+    ``kind``: cpu or cuda, the device it stands for, one of ``context`` that share the tokens.
     """
     from transformers import AutoConfig
 
@@ -87,8 +88,17 @@ def plan_stream(
         with FakeTensorMode(allow_non_fake_inputs=True):
             fill_empty(run.model, run.device)
             run.optimizer.begin(trainable(run.model), Optimizing())
-            run_step(run, batch_of(micro), ledger, min(steps, MICRO_STEPS))
-    return _deep(ledger, pattern, shallow, depth, first) or plan_stream(config, techniques, micro, kind, whole=True)
+            run_step(run, _share(micro, context), ledger, min(steps, MICRO_STEPS))
+    return _deep(ledger, pattern, shallow, depth, first) or plan_stream(config, techniques, micro, kind, True, context)
+
+
+def _share(micro: Micro, ranks: int) -> MicroBatch:
+    """What one of the ranks has that share the tokens, with as many labels as it may have."""
+    if ranks == 1:
+        return batch_of(micro)
+    tokens = micro.tokens // ranks
+    part = batch_of(replace(micro, tokens=tokens, labelled=min(micro.labelled, tokens)))
+    return replace(part, bounds=batch_of(micro).bounds, exchange=OneOf(ranks))
 
 
 def layers_of(config: Mapping[str, Any], adapted: bool = False) -> tuple[int, Pattern]:

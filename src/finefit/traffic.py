@@ -3,8 +3,8 @@
 Ring collectives: gathering or scattering ``b`` bytes over a group takes b over the slowest link of the ring, summing twice
 that. Inside a machine the link is the devices' own, or the host's where they have none; between machines it is the
 machine's network, which all its devices share. Sharded weights are gathered while the block before runs and gradients are
-reduced while the next one does, so only what exceeds compute counts, and one block's; tensor parallel waits for every
-collective. Torch-free.
+reduced while the next one does, so only what exceeds compute counts, and one block's; tensor and context parallel wait for
+every collective. Torch-free.
 """
 
 from .batches import Work
@@ -20,7 +20,7 @@ _COLLECTIVE_S = 20e-6  # one collective's start, by the same tests
 
 def with_traffic(busy_s: float, layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Seconds of forward and backward, of which ``busy_s`` are compute on each device, with all waiting."""
-    waits = _tensor_s(layout, work, hardware)
+    waits = _tensor_s(layout, work, hardware) + _context_s(layout, work, hardware)
     busy = (busy_s + waits) * (1 + bubble(layout.mesh, work.mean_steps))
     sent = _data_s(layout, work, hardware)
     if hardware.kind == "cpu":  # the cores that would compute meanwhile are those that send
@@ -70,10 +70,21 @@ def _tensor_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     return passes * (_ring_s(rows, mesh.tensor, 1, hardware) + _COLLECTIVE_S * work.mean_steps)
 
 
+def _context_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
+    """All-to-alls of queries, keys, values and of what attention gives: forward, backward and where it is computed again."""
+    ranks, model = layout.mesh.context, layout.model
+    if ranks == 1:
+        return 0.0
+    width = 2 * (model.q_width + max(model.kv_width, ranks * model.head_dim))
+    sent = work.mean_tokens / ranks * width * layout.element_bytes
+    passes = 2 * model.num_hidden_layers + layout.checkpointed
+    return passes * (_ring_s(sent, ranks, 1, hardware) + 4 * _COLLECTIVE_S * work.mean_steps)
+
+
 def _data_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     """Gradients reduced and weights gathered."""
     mesh = layout.mesh
-    if mesh.data == 1:
+    if mesh.copies * mesh.sharing == 1:
         return 0.0
     weights, gradients = _held_bytes(layout)
     once, micro_steps = 1.0, max(work.mean_steps, 1.0)
@@ -81,10 +92,10 @@ def _data_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
     reductions = micro_steps if mesh.stage >= 2 else 2 * once
     sharded = gathers * (weights if mesh.stage >= 2 else gradients) + reductions * gradients
     if mesh.stage == 0:
-        return _ring_s(sharded, mesh.replicas, mesh.tensor, hardware)
-    copies = 2 * gradients / mesh.shards
-    among = _ring_s(sharded, mesh.shards, mesh.tensor, hardware)
-    return among + _ring_s(copies, mesh.replicas, mesh.tensor * mesh.shards, hardware)
+        return _ring_s(sharded, mesh.copies, mesh.tensor, hardware)
+    copies = 2 * gradients / mesh.sharing
+    among = _ring_s(sharded, mesh.sharing, mesh.tensor, hardware)
+    return among + _ring_s(copies, mesh.copies, mesh.tensor * mesh.sharing, hardware)
 
 
 def _held_bytes(layout: Layout) -> tuple[float, float]:

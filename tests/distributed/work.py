@@ -127,7 +127,9 @@ def measured(mesh, techniques, config, lengths, micro_steps):
     batch, ledger = run.collate(examples_of(lengths)), Ledger()
     run.evidence["micro_steps"] = micro_steps
     trace.run_step(run, batch, ledger, micro_steps)
-    layout = replace(rewrite(spec_of(made), micro_of(batch), ordered), micro_steps=micro_steps)
+    (labelled,) = run.world.of_examples([len(batch.label_l)])
+    micro = replace(micro_of(batch), tokens=batch.bounds[-1], labelled=int(labelled))
+    layout = replace(rewrite(spec_of(made), micro, ordered), micro_steps=micro_steps)
     for technique in ordered:
         technique.verify(run, ledger)
     part = divided.part(layout, run.world.place["stages"]) if layout.mesh.stages > 1 else divided.Part(layout)

@@ -12,6 +12,7 @@ from finefit.techniques import (
     Accumulation,
     Checkpointing,
     Clipping,
+    ContextParallel,
     DataParallel,
     FusedLoss,
     FusedOps,
@@ -35,6 +36,8 @@ MESHES = {
     "zero3 of 64": (Zero(3, 64),), "hybrid": (Zero(3, 4), DataParallel(2)), "tensor": (TensorParallel(4),),
     "tensor zero3": (TensorParallel(4), Zero(3, 4)), "pipeline": (PipelineParallel(3),),
     "pipeline zero2": (PipelineParallel(3), Zero(2, 4)), "tensor pipeline": (TensorParallel(4), PipelineParallel(3)),
+    "context": (ContextParallel(4),), "context of eight": (ContextParallel(8), DataParallel(2)),
+    "context zero3": (ContextParallel(2), Zero(3, 4)),
 }  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
 from ..spec import CheckpointingKind, PrecisionKind
 from ..units import MOST_BYTES, parse_budget
 from ..updating import OPTIMIZERS, OptimizerKind, Rounding
+from .parallel import degrees, parallel
 
 #: Budgets are only read against a real device by the plan; for their spelling any device will do that is larger than
 #: the largest amount there is, so that no message speaks of this one.
@@ -72,36 +73,6 @@ def _place(value: Any) -> Any:
     """As other tools call the places, and YAML's off."""
     known = {False: "none", "off": "none", "false": "none", "cpu": "host", "ram": "host", "nvme": "disk"}
     return known.get(value, value) if isinstance(value, str | bool) else value
-
-
-_DEGREE = re.compile(r"(data|zero[123]|(?:tensor|pipeline|context)[1-9]\d*)")
-
-
-def _parallel(value: Any) -> Any:
-    """Words joined by commas, spaces or x, each kind of them once."""
-    if value in (None, False, "none", "off"):
-        return "data"
-    words = [word for word in re.split(r"[\s,x+]+", str(value).lower()) if word]
-    for word in words:
-        if word != "auto" and not _DEGREE.fullmatch(word):
-            near = did_you_mean(word, ("data", "zero1", "zero2", "zero3", "tensor2", "pipeline2", "context2"))
-            raise ValueError(
-                f"'{word}' is no way to share a run; {near or 'say data, zero3, tensor2, pipeline2, context2'}"
-            )
-    kinds = [word.rstrip("0123456789") for word in words]
-    if len(set(kinds) - {"data"}) + ("data" in kinds) != len(kinds) or {"data", "zero"} <= set(kinds):
-        raise ValueError(f"'{value}' says one thing twice")
-    return ",".join(words) or "auto"
-
-
-def degrees(parallel: str) -> dict[str, str]:
-    """The plan's constraints: ZeRO's stage, 0 of data, and how many devices share a matrix, the blocks, an example."""
-    names = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "context": "context_parallel"}
-    found: dict[str, str] = {}
-    for word in parallel.split(",") if parallel != "auto" else ():
-        kind = word.rstrip("0123456789")
-        found[names.get(kind, "zero")] = word.removeprefix(kind) or "0"
-    return found
 
 
 def _names(value: Any) -> Any:
@@ -290,7 +261,7 @@ class Memory(_Section):
         default="auto", description="optimizer states off the device: on the host (a GPU's), on disk, none"
     )
 
-    parallel: Annotated[str, BeforeValidator(_parallel)] = Field(
+    parallel: Annotated[str, BeforeValidator(parallel)] = Field(
         default="auto",
         description="how several devices share the run: data, zero1 (optimizer states), zero2 (gradients too), zero3 (weights "
         "too), tensor2, pipeline2, context2 (so many devices for a matrix, the blocks, an example); some of them, as zero2,tensor4",

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Parameter
 
-Dimension = Literal["stages", "replicas", "shards", "tensor"]
-DIMENSIONS: tuple[Dimension, ...] = ("stages", "replicas", "shards", "tensor")
+Dimension = Literal["stages", "replicas", "shards", "context", "tensor"]
+DIMENSIONS: tuple[Dimension, ...] = ("stages", "replicas", "shards", "context", "tensor")
 
 
 class Alone:
@@ -42,7 +42,7 @@ class Alone:
         return self.mesh.data == self.mesh.devices
 
     def summed(self, values: Sequence[float]) -> list[float]:
-        """Over the ranks that have examples of their own."""
+        """Over the ranks that have examples, or tokens, of their own."""
         return list(values)
 
     def from_last(self, values: Sequence[float]) -> list[float]:

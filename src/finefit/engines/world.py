@@ -1,8 +1,10 @@
 """The world of a run: one process a device, which of them this is, and what they tell each other beside tensors.
 
 Follows torch's launcher: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT stand in the environment, whoever set them. The
-mesh is the plan's, outermost first: pipeline stages, replicas, shards, tensor parallel ranks, so that those that talk most
-are next to each other. gloo carries a CPU's collectives, NCCL those of CUDA.
+mesh is the plan's, outermost first: pipeline stages, replicas, shards, context and tensor parallel ranks, so that those that
+talk most are next to each other. Ranks of a context have other tokens and the same weights: to whoever asks for them they
+are so many more replicas where all is held whole, and so many more shards where it is not. gloo carries a CPU's collectives,
+NCCL those of CUDA.
 """
 
 import os
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..mesh import Mesh
 from .alone import DIMENSIONS, Alone, Dimension
 
+_HOLDING: tuple[Dimension, ...] = ("stages", "replicas", "shards", "tensor")
 LONGEST_S = 600.0
 """For which a collective waits for the others: the first of a step may wait for a checkpoint, and for kernels to compile.
 ``FINEFIT_TIMEOUT_S`` in the environment is another time."""
@@ -31,14 +34,21 @@ class World(Alone):
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh, self.kind = mesh, kind
-        degrees = (mesh.stages, mesh.replicas, mesh.shards, mesh.tensor)
+        degrees = (mesh.stages, mesh.replicas, mesh.shards, mesh.context, mesh.tensor)
         self.devices: DeviceMesh = devices or init_device_mesh(kind, degrees, mesh_dim_names=DIMENSIONS)
         place = dict(zip(DIMENSIONS, self.devices.get_coordinate() or (), strict=True))
         self.place: dict[Dimension, int] = place
         self.data_rank, self.data_size = place["replicas"] * mesh.shards + place["shards"], mesh.data
+        self.holding = self.devices if mesh.context == 1 else self._holding()
+
+    def _holding(self) -> DeviceMesh:
+        """The same devices by what they hold."""
+        mesh = self.mesh
+        held = (mesh.stages, mesh.copies, mesh.sharing, mesh.tensor)
+        return init_device_mesh(self.kind, held, mesh_dim_names=_HOLDING)
 
     def along(self, *dimensions: Dimension) -> DeviceMesh:
-        return self.devices[dimensions]
+        return self.devices[dimensions] if "context" in dimensions else self.holding[dimensions]
 
     def ends(self) -> dist.ProcessGroup:
         if self.mesh.stages == 2:
@@ -56,7 +66,7 @@ class World(Alone):
     def _summed(self, values: Sequence[float], *dimensions: Dimension) -> list[float]:
         told = torch.tensor(list(values), dtype=torch.float64, device=self.kind)
         for dimension in dimensions:
-            if self.devices[dimension].size() > 1:
+            if self.along(dimension).size() > 1:
                 dist.all_reduce(told, group=self.group(dimension))
         return told.tolist()
 
@@ -80,7 +90,8 @@ class World(Alone):
 
     def is_first_of(self, *, sharded: bool) -> bool:
         alike = ["replicas"] if sharded else ["replicas", "shards"]
-        return not any(self.place[dimension] for dimension in DIMENSIONS if dimension in alike)
+        place = dict(zip(_HOLDING, self.holding.get_coordinate() or (), strict=True))
+        return not any(place[dimension] for dimension in _HOLDING if dimension in alike)
 
     def wait(self) -> None:
         self.any(False)  # barrier of gloo and of NCCL differ in whom they warn of what

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..data.micro import width
 from .attention import Form, SegmentAttention
+from .exchanged import Here
 from .flash import PackedFlash, suits
 from .lora_linear import linears
 
@@ -32,6 +33,7 @@ def attend(  # noqa: PLR0913 (transformers' signature)
     *,
     scaling: float | None = None,
     bounds: tuple[int, ...] | None = None,
+    exchange: Here | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_others: Any,
@@ -42,7 +44,7 @@ def attend(  # noqa: PLR0913 (transformers' signature)
     if bounds is None:
         return _generating(q_bnsd, k_bmsd, v_bmsd, form), None
     batch, heads, columns, _ = q_bnsd.shape
-    out_tnd = _inside((_rows(q_bnsd), _rows(k_bmsd), _rows(v_bmsd)), bounds, form)
+    out_tnd = _inside([_rows(q_bnsd), _rows(k_bmsd), _rows(v_bmsd)], bounds, form, exchange or Here())
     return out_tnd.view(batch, columns, heads, -1), None
 
 
@@ -64,14 +66,19 @@ class PackedAttention:
         bounds = kwargs.get("bounds")
         if bounds is None:
             return super().forward(hidden_states, position_embeddings, *args, **kwargs)  # type: ignore[misc]
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        softcap = self.attn_logit_softcapping if self.softcapped else None
+        form, exchange = Form(self.scaling, window, softcap), kwargs.get("exchange") or Here()
+        out_tnd = _inside(self._turned(hidden_states, position_embeddings), bounds, form, exchange)
+        return self.o_proj(out_tnd.view(*hidden_states.shape[:-1], -1)), None
+
+    def _turned(self: Any, hidden_states: Tensor, position_embeddings: Any) -> list[Tensor]:
+        """The same as ``_heads``, queries and keys at their positions."""
         q_tnd, k_tmd, v_tmd = self._heads(hidden_states)
         if getattr(self, "use_rope", True):
             cos_tp, sin_tp = (x.flatten(0, 1) for x in position_embeddings)
             q_tnd, k_tmd = Rotation.apply(q_tnd, cos_tp, sin_tp), Rotation.apply(k_tmd, cos_tp, sin_tp)
-        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-        softcap = self.attn_logit_softcapping if self.softcapped else None
-        out_tnd = _inside((q_tnd, k_tmd, v_tmd), bounds, Form(self.scaling, window, softcap))
-        return self.o_proj(out_tnd.view(*hidden_states.shape[:-1], -1)), None
+        return [q_tnd, k_tmd, v_tmd]
 
     def _heads(self: Any, hidden_states: Tensor) -> list[Tensor]:
         """``(T, n, d)``, ``(T, m, d)`` twice: queries, keys, values, the first two normalised where the model does."""
@@ -136,16 +143,17 @@ def standing_for(kind: str) -> Iterator[None]:
         _stands_for.reset(token)
 
 
-def _inside(qkv: tuple[Tensor, Tensor, Tensor], bounds: tuple[int, ...], form: Form) -> Tensor:
-    """``(T, n, d)``: each token attends to the earlier ones of its own sequence."""
+def _inside(qkv: list[Tensor], bounds: tuple[int, ...], form: Form, exchange: Here) -> Tensor:
+    """``(T, n, d)``: each token attends to the earlier ones of its own sequence. ``bounds`` are those of all tokens, whoever
+    has them."""
     kind = qkv[0].device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else qkv[2].dtype
-    q_tnd, k_tmd, v_tmd = (x.to(dtype) for x in qkv)
-    on_cuda = (q_tnd.is_cuda or _stands_for.get() == "cuda") and q_tnd.shape[2] == v_tmd.shape[2]
+    qkv = [x.to(dtype) for x in qkv]
     with torch.autocast(kind, enabled=False):
+        q_tnd, k_tmd, v_tmd = exchange.heads(qkv)
+        on_cuda = (q_tnd.is_cuda or _stands_for.get() == "cuda") and q_tnd.shape[2] == v_tmd.shape[2]
         function = PackedFlash if on_cuda and suits(q_tnd, form) else SegmentAttention
-        out_tnd: Tensor = function.apply(q_tnd, k_tmd, v_tmd, bounds, form)
-        return out_tnd
+        return exchange.tokens(function.apply(q_tnd, k_tmd, v_tmd, bounds, form))
 
 
 def _generating(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, form: Form) -> Tensor:

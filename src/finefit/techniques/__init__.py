@@ -9,6 +9,7 @@ from .allocator import Allocator
 from .base import NotAsPlanned, Technique, Unsuitable
 from .checkpointing import Checkpointing
 from .clipping import Clipping
+from .context_parallel import ContextParallel
 from .data_parallel import DataParallel
 from .fp32_islands import Fp32Islands
 from .fused_backward_step import FusedBackwardStep
@@ -31,6 +32,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Lora,
     TensorParallel,
     PipelineParallel,
+    ContextParallel,
     DataParallel,
     Zero,
     OptimizerStates,
@@ -48,10 +50,10 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Allocator,
 )
 
-DIVIDING = (DataParallel, PipelineParallel, TensorParallel, Zero)
+DIVIDING = (ContextParallel, DataParallel, PipelineParallel, TensorParallel, Zero)
 
 __all__ = [
-    "DIVIDING", "TECHNIQUES", "Accumulation", "ActivationOffload", "Allocator", "Checkpointing", "Clipping", "DataParallel", "Fp32Islands", "FusedBackwardStep", "FusedLoss",
+    "DIVIDING", "TECHNIQUES", "Accumulation", "ActivationOffload", "Allocator", "Checkpointing", "Clipping", "ContextParallel", "DataParallel", "Fp32Islands", "FusedBackwardStep", "FusedLoss",
     "FusedOps", "Lora", "NotAsPlanned", "OptimizerOffload", "OptimizerStates", "Packing", "ParameterOffload", "PipelineParallel", "Precision", "QuantizedBase", "Technique", "TensorParallel",
     "Unsuitable", "Zero", "from_json", "in_order",
 ]  # fmt: skip

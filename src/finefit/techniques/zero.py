@@ -72,5 +72,6 @@ class Zero(Technique):
         if whole := [name for name, p in named if self.stage > 1 and not is_sharded(p)]:
             raise NotAsPlanned(f"zero: {len(whole)} weights are whole on each rank: {whole[:3]}")
         stepped = sum(one.numel() for one in run.optimizer.state)
-        if stepped > sum(-(-p.shape[0] // self.ranks) * p[0].numel() for p in run.optimizer.stepped if p.dim()):
+        ranks = run.world.mesh.sharing
+        if stepped > sum(-(-p.shape[0] // ranks) * p[0].numel() for p in run.optimizer.stepped if p.dim()):
             raise NotAsPlanned(f"zero: a rank steps {stepped} elements, more than its share")
