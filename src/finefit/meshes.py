@@ -16,7 +16,7 @@ from .techniques import ContextParallel, DataParallel, PipelineParallel, Techniq
 from .traffic import per_machine
 
 _MOST_STAGES = 16
-LONG = 8192  # tokens of an example from which a device alone may not have room for it
+LONG = 16_384  # tokens of an example, from which one device may not have room for it and others do
 
 
 def meshes(hardware: HardwareSpec, examples: int, contexts: Sequence[int] = (1,)) -> Iterator[Mesh]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from finefit import loop, models, predict, trace
+from finefit import evaluate, loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
 from finefit.data.micro import shared_out
@@ -49,6 +49,12 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
         examples = examples_of([length + 3 * step for length in lengths], seed=step)
         made.append(loop.optimizer_step(run, batches_of(run, examples), rate))
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
+
+
+def held_out(mesh, techniques, config, lengths):
+    """[loss, labelled tokens] of examples that are not trained on."""
+    run, _, _ = run_of(mesh, techniques, config)
+    return evaluate.held_out_loss(run, examples_of(lengths))[:2]
 
 
 def batches_of(run, examples):
