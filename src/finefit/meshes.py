@@ -18,7 +18,7 @@ from .traffic import per_machine
 _MOST_STAGES = 16
 # Keys of memory.* and the degree of a mesh that each of them is.
 DEGREES = {"zero": "stage", "tensor_parallel": "tensor", "pipeline_parallel": "stages"}
-LONG = 8192  # tokens of an example from which a device alone may not have room for it
+LONG = 16_384  # tokens of an example, from which one device may not have room for it and others do
 
 
 def meshes(hardware: HardwareSpec, examples: int, contexts: Sequence[int] = (1,)) -> Iterator[Mesh]:

@@ -92,8 +92,9 @@ def overflowing(mesh, techniques, config, lengths):
 
 
 def held_out(mesh, techniques, config, lengths):
+    """[loss, labelled tokens] of examples that are not trained on."""
     run, _, _ = run_of(mesh, techniques, config)
-    return evaluate.held_out_loss(run, examples_of(lengths))[0]
+    return evaluate.held_out_loss(run, examples_of(lengths))[:2]
 
 
 def weights_of(run):
@@ -127,7 +128,9 @@ def measured(mesh, techniques, config, lengths, micro_steps):
     batch, ledger = run.collate(examples_of(lengths)), Ledger()
     run.evidence["micro_steps"] = micro_steps
     trace.run_step(run, batch, ledger, micro_steps)
-    (labelled,) = run.world.of_examples([len(batch.label_l)])
+    labelled = len(batch.label_l)
+    if run.world.mesh.context > 1:
+        (labelled,) = run.world._summed([labelled], "context")
     micro = replace(micro_of(batch), tokens=batch.bounds[-1], labelled=int(labelled))
     layout = replace(rewrite(spec_of(made), micro, ordered), micro_steps=micro_steps)
     for technique in ordered:

@@ -14,13 +14,14 @@ from finefit.errors import ConfigError, DoesNotFit
 from finefit.explain import explained
 from finefit.layout import Micro
 from finefit.mesh import Mesh
-from finefit.meshes import fewest_ranks, mesh_of, meshes, techniques_of_mesh
+from finefit.meshes import LONG, contexts, fewest_ranks, mesh_of, meshes, techniques_of_mesh
 from finefit.obey import Wish, obeyed
 from finefit.predict import footprint, states
 from finefit.search import search
 from finefit.spec import HardwareSpec, JobSpec, ModelSpec, resolve_model
 from finefit.techniques import (
     Checkpointing,
+    ContextParallel,
     DataParallel,
     FusedLoss,
     FusedOps,
@@ -157,6 +158,8 @@ def test_stages_share_the_blocks():
             "blocks of quantised weights do not divide by rows and columns",
         ),
         ((PipelineParallel(25),), "25 stages for 24 blocks"),
+        ((ContextParallel(3),), "rows are of 16 tokens or a multiple, which do not divide among 3 devices"),
+        ((ContextParallel(2), TensorParallel(2)), "with data parallel and sharded ranks only"),
         ((PipelineParallel(2), Zero(3, 2)), "in a pipeline the weights would be gathered again for every micro-batch"),
     ],
 )
@@ -165,10 +168,52 @@ def test_what_makes_no_sense_says_why(techniques, why):
         rewrite(MODEL, MICRO, (Precision("bf16"), *techniques))
 
 
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "ranks", "why"),
+    [
+        (12, 12, 8, "12 heads do not divide among 8 devices"),
+        (24, 6, 4, "6 key/value heads do not go evenly into 4 devices"),
+    ],
+)
+def test_heads_that_ranks_of_a_context_cannot_share_say_why(heads, key_heads, ranks, why):
+    model = dataclasses.replace(MODEL, num_attention_heads=heads, num_key_value_heads=key_heads)
+    with pytest.raises(Unsuitable, match=why):
+        rewrite(model, MICRO, (Precision("bf16"), ContextParallel(ranks)))
+
+
+def test_attention_that_takes_whole_rows_is_not_shared():
+    with pytest.raises(Unsuitable, match="attention of 'bloom' models is their own"):
+        rewrite(dataclasses.replace(MODEL, family="bloom"), MICRO, (Precision("bf16"), ContextParallel(2)))
+
+
+def test_ranks_of_a_context_share_activations_and_states_where_these_are_sharded():
+    layouts = (rewrite(MODEL, MICRO, (Precision("fp32"), *STEP, *t)) for t in ((), (ContextParallel(4),)))
+    one, four = (footprint(layout).moments["forward_end"]["activation"] for layout in layouts)
+    assert four == pytest.approx(one / 4, rel=0.01)
+    assert states(divided(ContextParallel(4), Zero(3, 2))) == states(divided(Zero(3, 8)))
+    assert states(divided(ContextParallel(4))) == states(divided())
+
+
 def test_a_rank_has_its_part_of_every_batch():
     batches = FromOrder([[0, 1, 2, 3], [4, 5]], [16, 32, 48, 64, 80, 96], [16] * 6).among(2)
     assert batches.steps == [[0, 2], [1, 3], [4], [5]]
     assert Uniform(7, 16).among(2) == Uniform(4, 16)
+
+
+def test_long_examples_are_shared_inside_a_machine():
+    hardware = HardwareSpec.from_name("2x DGX H100")
+    assert contexts(hardware, LONG - 1, None) == (1,)
+    assert contexts(hardware, LONG, None) == (1, 2, 4, 8)
+    found = list(meshes(hardware, 64, contexts(hardware, LONG, None)))
+    assert {mesh.devices for mesh in found} == {16} and len(set(found)) == len(found)
+    assert all(mesh_of(techniques_of_mesh(mesh)) == mesh for mesh in found)
+
+
+def test_as_many_devices_share_an_example_as_were_said():
+    hardware = HardwareSpec.from_name("8x A100-80GB")
+    assert {mesh.context for mesh in meshes(hardware, 64, contexts(hardware, 1, "4"))} == {4}
+    with pytest.raises(ConfigError, match="3 devices do not divide 8"):
+        contexts(hardware, 1, "3")
 
 
 # --- what it costs
@@ -193,6 +238,19 @@ def test_a_slow_link_makes_tensor_parallel_dear_and_data_parallel_not():
         seconds(t, hardware=slow) / seconds(t, hardware=EIGHT) for t in (TensorParallel(8), DataParallel(8))
     )
     assert data < 2 < 4 < tensor
+
+
+def test_all_to_alls_are_waited_for():
+    """Each rank sends its queries, keys, values and outputs but for its own heads, forward and backward in every block."""
+    slow = dataclasses.replace(EIGHT, peer_bytes_per_s=1e9)
+    work = Uniform(1, 2048).work(1, 4096, False)
+    there, back = (
+        seconds(ContextParallel(4), hardware=dataclasses.replace(slow, peer_bytes_per_s=rate), work=work)
+        for rate in (1e9, 2e9)
+    )
+    token = 2 * 2 * (MODEL.q_width + MODEL.kv_width)
+    sent = 2 * MODEL.num_hidden_layers * 2048 / 4 * token * 3 / 4
+    assert there - back >= sent / (0.8 * 2e9)  # of gradients only what exceeds that
 
 
 def test_between_machines_the_network_decides():
