@@ -2,10 +2,9 @@ import json
 import os
 from pathlib import Path
 
+import pool
 import pytest
 from pool import Ranks
-
-from finefit.mesh import Mesh
 
 WRITES = "FINEFIT_RANKS_TABLE"  # in the environment: the file that what was found is written to
 _found = []
@@ -28,19 +27,17 @@ def _ranks(size):
     ranks.end()
 
 
-@pytest.fixture
-def told(record_property):
-    """Notes of a mesh and what it was tried with: that it was exact, or had the bytes, on so many ranks."""
-
-    def note(mesh, kind, what, ranks, engine="torch"):
-        row = {"mesh": Mesh(**mesh).says(), "engine": engine, "with": kind, "what": what, "ranks": ranks}
+@pytest.fixture(autouse=True)
+def _noting(record_property):
+    """What a test notes with ``pool.note`` is its property."""
+    pool.NOTES.clear()
+    yield
+    for row in pool.NOTES:
         record_property("ranks", json.dumps(row))
-
-    return note
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" and report.passed:
+    if report.when == "teardown" and report.passed:
         _found.extend(json.loads(value) for name, value in report.user_properties if name == "ranks")
 
 

@@ -13,8 +13,18 @@ import sys
 import time
 from pathlib import Path
 
+from finefit.mesh import Mesh
+
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 120
+
+
+NOTES = []
+
+
+def note(mesh, kind, what, ranks, engine="torch"):
+    """Of a mesh and what it was tried with: that it was ``exact``, or had the ``bytes``, on so many ranks."""
+    NOTES.append({"mesh": Mesh(**mesh).says(), "engine": engine, "with": kind, "what": what, "ranks": ranks})
 
 
 class Failed(AssertionError):

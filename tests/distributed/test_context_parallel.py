@@ -1,6 +1,7 @@
 """Ranks that share the tokens of every micro-batch against one process: loss, norm and weights; bytes against the prediction."""
 
 import pytest
+from pool import note
 from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, MICRO, SGD, TECHNIQUES, as_alone, differences
 
 MESHES = {
@@ -38,6 +39,7 @@ def check(ranks, mesh, techniques, config=HEADS):
         assert ours == pytest.approx(theirs, rel=1e-6)
     largest, whole = differences(found["weights"], alone["weights"])
     assert largest < 2e-6 and whole < 1e-6
+    note(mesh, next(kind for kind, known in TECHNIQUES.items() if known is techniques), "exact", ranks.size)
 
 
 def peaks(ranks, mesh, techniques, lengths=(256,), micro_steps=1, **changes):
@@ -108,6 +110,7 @@ def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps
     techniques = [{"name": "precision", "kind": precision}, *more, *BASE]
     found = peaks(two, MESHES[mesh], techniques, micro_steps=micro_steps)
     assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in found)
+    note(MESHES[mesh], kind, "bytes", 2)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from pool import note
 
 MESHES = {
     "data": {"replicas": 2}, "zero1": {"shards": 2, "stage": 1}, "zero2": {"shards": 2, "stage": 2},
@@ -65,24 +66,24 @@ def some(meshes, kinds, few):
     ]
 
 
-def learns_the_same(ranks, mesh, kind, told):
+def learns_the_same(ranks, mesh, kind):
     found, alone = as_alone(ranks, mesh, TECHNIQUES[kind], rate=1e-2 if SGD in TECHNIQUES[kind] else 1e-4)
     for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     largest, whole = differences(found["weights"], alone["weights"])
     assert largest < 2e-6 and whole < 1e-6
-    told(mesh, kind, "exact", ranks.size)
+    note(mesh, kind, "exact", ranks.size)
 
 
 @pytest.mark.parametrize("mesh, kind", some(MESHES, TECHNIQUES, FEW))
-def test_ranks_learn_what_one_process_does(two, mesh, kind, told):
-    learns_the_same(two, MESHES[mesh], kind, told)
+def test_ranks_learn_what_one_process_does(two, mesh, kind):
+    learns_the_same(two, MESHES[mesh], kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh, kind", some(OF_FOUR, TECHNIQUES, ()))
-def test_four_ranks_learn_what_one_process_does(four, mesh, kind, told):
-    learns_the_same(four, OF_FOUR[mesh], kind, told)
+def test_four_ranks_learn_what_one_process_does(four, mesh, kind):
+    learns_the_same(four, OF_FOUR[mesh], kind)
 
 
 @pytest.mark.parametrize("mesh", ["data", "zero1", "zero3"])
@@ -103,7 +104,7 @@ LEAN = {
 }
 
 
-def has_the_bytes(ranks, mesh, kind, micro_steps, told):
+def has_the_bytes(ranks, mesh, kind, micro_steps):
     """To the byte for states; at each moment, but for what a process that communicates lets go of a moment later."""
     lora = {"name": "lora", "rank": 4}
     more = {
@@ -119,16 +120,16 @@ def has_the_bytes(ranks, mesh, kind, micro_steps, told):
         assert predicted == measured
     peaks = [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
     assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in peaks)
-    told(mesh, kind, "bytes", ranks.size)
+    note(mesh, kind, "bytes", ranks.size)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("mesh, kind", some(MESHES, KINDS, LEAN))
-def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps, told):
-    has_the_bytes(two, MESHES[mesh], kind, micro_steps, told)
+def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps):
+    has_the_bytes(two, MESHES[mesh], kind, micro_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh, kind", some(OF_FOUR, KINDS, ()))
-def test_the_bytes_of_four_ranks(four, mesh, kind, told):
-    has_the_bytes(four, OF_FOUR[mesh], kind, 2, told)
+def test_the_bytes_of_four_ranks(four, mesh, kind):
+    has_the_bytes(four, OF_FOUR[mesh], kind, 2)
