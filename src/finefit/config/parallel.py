@@ -8,7 +8,7 @@ from ..errors import did_you_mean
 _DEGREE = re.compile(r"(data|zero[123]|(?:tensor|pipeline|context)[1-9]\d*)")
 
 
-def parallel(value: Any) -> Any:
+def words_of(value: Any) -> Any:
     """Words joined by commas, spaces or x, each kind of them once."""
     if value in (None, False, "none", "off"):
         return "data"

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..spec import CheckpointingKind, PrecisionKind
 from ..units import MOST_BYTES, parse_budget
 from ..updating import OPTIMIZERS, OptimizerKind, Rounding
-from .parallel import degrees, parallel
+from .parallel import degrees, words_of
 
 #: Budgets are only read against a real device by the plan; for their spelling any device will do that is larger than
 #: the largest amount there is, so that no message speaks of this one.
@@ -261,7 +261,7 @@ class Memory(_Section):
         default="auto", description="optimizer states off the device: on the host (a GPU's), on disk, none"
     )
 
-    parallel: Annotated[str, BeforeValidator(parallel)] = Field(
+    parallel: Annotated[str, BeforeValidator(words_of)] = Field(
         default="auto",
         description="how several devices share the run: data, zero1 (optimizer states), zero2 (gradients too), zero3 (weights "
         "too), tensor2, pipeline2, context2 (so many devices for a matrix, the blocks, an example); some of them, as zero2,tensor4",
