@@ -90,8 +90,9 @@ class World(Alone):
 
     def is_first_of(self, *, sharded: bool) -> bool:
         alike = ["replicas"] if sharded else ["replicas", "shards"]
-        place = dict(zip(_HOLDING, self.holding.get_coordinate() or (), strict=True))
-        return not any(place[dimension] for dimension in _HOLDING if dimension in alike)
+        names = self.holding.mesh_dim_names or ()
+        place = dict(zip(names, self.holding.get_coordinate() or (), strict=True))
+        return not any(place[dimension] for dimension in alike)
 
     def wait(self) -> None:
         self.any(False)  # barrier of gloo and of NCCL differ in whom they warn of what
