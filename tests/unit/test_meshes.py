@@ -57,6 +57,13 @@ def question(gpu, job, model="meta-llama/Llama-3.1-8B", length=2048):
 
 
 FULL = JobSpec(method="full", global_batch_size=64, max_length=2048, longest=2048)
+
+
+def beside_little(asked):
+    """The same devices in a machine of 100 GiB."""
+    return dataclasses.replace(asked, hardware=dataclasses.replace(asked.hardware, host_memory_bytes=100 * GIB))
+
+
 ON_DEVICES = pinned(FULL, optimizer_offload="none")
 
 
@@ -284,8 +291,9 @@ def test_what_fits_no_device_is_sharded_over_several():
 
 
 def test_more_of_the_same_devices_are_a_way_out():
+    """What two do not hold, and their host does not either."""
     with pytest.raises(DoesNotFit) as found:
-        search(question("2x RTX 4090", ON_DEVICES))
+        search(beside_little(question("2x RTX 4090", FULL)))
     assert "with --gpu '8 x RTX 4090', it would fit" in found.value.hint
 
 
@@ -389,8 +397,8 @@ def test_a_model_that_two_cards_do_not_hold_is_planned_beside_their_host():
 
 
 def test_devices_of_one_host_share_its_memory():
-    job = JobSpec(method="full", global_batch_size=16, max_length=2048, longest=2048)
-    asked = question("2x RTX 4090", job)
-    small = dataclasses.replace(asked, hardware=dataclasses.replace(asked.hardware, host_memory_bytes=100 * GIB))
+    """Of 120 GiB each would have 60 for itself."""
+    asked = question("2x RTX 4090", FULL)
+    search(dataclasses.replace(asked, hardware=dataclasses.replace(asked.hardware, host_memory_bytes=130 * GIB)))
     with pytest.raises(DoesNotFit):
-        search(small)
+        search(beside_little(asked))
