@@ -268,6 +268,8 @@ class _Walk:
             self.live["temporary"] += self.divided.gathered if self.divided else 0
         if name == "optimizer":
             self.live["gradient"] = self.fixed["gradient"]
+            last = self.divided.last_reduction if self.divided else 0
+            self._look("backward_peak", Section({}, {"temporary": last}, last))
             if self.pipe.before:
                 self.live |= dict.fromkeys(_HELD, 0)
 
