@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Stage = Literal[0, 1, 2, 3]
+Engine = Literal["torch", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class Mesh:
     shards: int = 1
     """Mesh that optimizer states (stage 1), gradients too (2), weights too (3) are divided among."""
     stage: Stage = 0
+    engine: Engine = "torch"
+    """Who divides what is sharded."""
     tensor: int = 1
     """Devices that share every weight matrix, and the rows between them (sequence parallel)."""
     stages: int = 1

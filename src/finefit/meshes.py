@@ -62,7 +62,7 @@ def techniques_of_mesh(mesh: Mesh) -> list[Technique]:
     if mesh.replicas > 1:
         found.append(DataParallel(mesh.replicas))
     if mesh.stage:
-        found.append(Zero(mesh.stage, mesh.shards))
+        found.append(Zero(mesh.stage, mesh.shards, mesh.engine))
     return found
 
 
@@ -77,6 +77,6 @@ def mesh_of(techniques: Iterable[Technique]) -> Mesh:
                 mesh = replace(mesh, stages=n)
             case DataParallel(n):
                 mesh = replace(mesh, replicas=n)
-            case Zero(stage, n):
-                mesh = replace(mesh, stage=stage, shards=n)
+            case Zero(stage, n, engine):
+                mesh = replace(mesh, stage=stage, shards=n, engine=engine)
     return mesh

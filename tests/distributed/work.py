@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -58,8 +59,9 @@ def batches_of(run, examples):
 
 def weights_of(run):
     """Whole, by name: every rank is asked, the first one answers."""
-    found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in run.model.named_parameters()}
-    kept = {name: p.detach().double().flatten().tolist() for name, p in found.items() if p.dtype.is_floating_point}
+    with run.optimizer.whole() if hasattr(run.optimizer, "whole") else nullcontext():
+        found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in run.model.named_parameters()}
+        kept = {name: p.detach().double().flatten().tolist() for name, p in found.items() if p.dtype.is_floating_point}
     return kept if run.world.is_first else {}
 
 

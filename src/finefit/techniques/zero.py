@@ -8,8 +8,9 @@ block's gradients are whole until they are reduced after its backward. Stage 2 g
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..config.deepspeed import Place, written
 from ..layout import Layout
 from .base import NotAsPlanned, Technique, Unsuitable
 
@@ -31,8 +32,17 @@ class Zero(Technique):
 
     stage: Literal[1, 2, 3]
     ranks: int
+    engine: Literal["torch", "deepspeed"] = "torch"
+    optimizer_on: Place = "none"
+    """Where DeepSpeed has states and steps, if not on the device."""
+    parameters_on: Place = "none"
+    """Where it has the shards of weights."""
+    nvme: str = ""
+    """The folder of what is on disk."""
 
     def rewrite(self, layout: Layout) -> Layout:
+        if self.engine == "deepspeed":
+            return self._by_deepspeed(layout)
         if self.stage == 3 and layout.mesh.stages > 1:
             raise Unsuitable("in a pipeline the weights would be gathered again for every micro-batch")
         graph = layout.graph
@@ -40,20 +50,47 @@ class Zero(Technique):
             graph = tuple("bf16" if word == "bf16_mixed" else word for word in graph)
         return replace(layout, graph=graph, mesh=replace(layout.mesh, shards=self.ranks, stage=self.stage))
 
+    def _by_deepspeed(self, layout: Layout) -> Layout:
+        if layout.mesh.devices > 1:
+            raise Unsuitable(f"DeepSpeed divides all devices there are, and {layout.mesh.says()} are divided already")
+        if any(g.bits < 16 for g in layout.groups):
+            raise Unsuitable("DeepSpeed casts a model as a whole, and quantised weights are codes")
+        if layout.graph[0] not in ("fp32", "bf16_mixed"):
+            raise Unsuitable("DeepSpeed steps fp32 weights of its own: say memory.precision=bf16_mixed, or fp32")
+        if layout.graph[0] != "fp32" and not all(g.trainable for g in layout.groups):
+            raise Unsuitable("DeepSpeed would hold adapters in 16 bits, with what is frozen: memory.precision=fp32 does not")
+        graph = tuple("bf16" if word == "bf16_mixed" else word for word in layout.graph)
+        mesh = replace(layout.mesh, shards=self.ranks, stage=self.stage, engine="deepspeed")
+        return replace(layout, graph=graph, mesh=mesh)
+
     def apply(self, run: "Run") -> None:
         from ..nn.reduced import RowsStepped
 
-        if self.stage == 1:
+        if self.stage == 1 and self.engine == "torch":
             run.optimizer.home = RowsStepped(run.world.group("shards"))
             run.world.parts.append("shards")
 
     def divide(self, run: "Run") -> None:
-        from ..nn.sharded import shard
+        from ..nn.sharded import half_of, shard
 
+        if self.engine == "deepspeed":
+            from ..nn.by_deepspeed import divide
+
+            half = {"torch.bfloat16": "bf16_mixed", "torch.float16": "fp16_mixed"}
+            kind = half.get(str(half_of(run)), "fp32")
+            elements = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+            return divide(run, self.settings(kind, elements))
         if self.stage == 1:
             return
         mesh = run.world.along("replicas", "shards") if run.world.mesh.replicas > 1 else run.world.along("shards")
         shard(run, mesh, keeps_whole=self.stage == 2)
+
+    def settings(
+        self, precision: str, elements: int, max_norm: float = 0.0, size: int = 1, steps: int = 1
+    ) -> dict[str, Any]:
+        """DeepSpeed's JSON of it, where that many elements train."""
+        places = (self.optimizer_on, self.parameters_on, self.nvme)
+        return written(self.stage, places, precision, elements, max_norm, size, steps)
 
     def describe(self) -> str:
         after = "" if self.stage < 3 else "; a block's weights are gathered while it runs"
