@@ -74,7 +74,10 @@ def main() -> None:
         for way in ways:
             made = launched(way, given)
             found[way].append(made)
-            said = made.get("error") or f"{made['tokens_per_s']:.0f} tokens/s, {made['peak_rss_bytes'] / 1e6:.0f} MB a rank"
+            said = (
+                made.get("error")
+                or f"{made['tokens_per_s']:.0f} tokens/s, {made['peak_rss_bytes'] / 1e6:.0f} MB a rank"
+            )
             print(f"round {number + 1}: {way}: {said}", flush=True)
     given.out.write_text(json.dumps([row(way, found[way], given) for way in ways], indent=1) + "\n")
 
@@ -102,7 +105,15 @@ def launched(way: str, given: argparse.Namespace) -> dict[str, Any]:
     """The ranks of one way, by torch's launcher; of what they say the slowest rank's time and the largest memory."""
     python = given.python if "deepspeed" in way.lower() else sys.executable
     with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
+        command = [
+            python,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={given.ranks}",
+        ]
         command += [str(HERE / "ranks.py"), "--rank", way, "--steps", str(given.steps), "--precision", given.precision]
         environment = {**os.environ, **_ENVIRONMENT, "RANKS_OUT": folder}
         done = subprocess.run(
@@ -127,7 +138,9 @@ def measured(given: argparse.Namespace) -> None:
     kind, settings = WAYS[given.rank]
     made = {"finefit": by_finefit, "trainer": by_trainer, "fsdp2": by_fsdp2}[kind](settings, given)
     versions = {name: _version(name) for name in ("torch", "transformers", "accelerate", "deepspeed", "finefit")}
-    peak = next(int(x.split()[1]) * 1024 for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    peak = next(
+        int(x.split()[1]) * 1024 for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")
+    )
     told = {**made, "peak_rss_bytes": peak, "versions": {name: v for name, v in versions.items() if v}}
     Path(os.environ["RANKS_OUT"], f"{os.environ['RANK']}.json").write_text(json.dumps(told))
 
@@ -151,7 +164,9 @@ def examples(count: int) -> list[tuple[list[int], list[int]]]:
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(MODEL).folder)
     store = prepare(open_source("stdlib-docstrings"), tokenizer, max_length=LONGEST)
-    return [(list(map(int, ids)), list(map(int, mask))) for ids, mask in (store[i] for i in range(min(count, len(store))))]
+    return [
+        (list(map(int, ids)), list(map(int, mask))) for ids, mask in (store[i] for i in range(min(count, len(store))))
+    ]
 
 
 class Clock:
@@ -196,7 +211,15 @@ def by_finefit(settings: dict[str, Any], given: argparse.Namespace) -> dict[str,
     world = worlds.World(mesh, "cpu")
     kind: Any = {"fp32": "fp32", "bf16": "bf16_mixed"}[given.precision]
     techniques = in_order(
-        [Precision(kind), *techniques_of_mesh(mesh), FusedOps(), Packing(), FusedLoss(256), Accumulation(MICRO, 0, 2), Clipping(MAX_NORM)]
+        [
+            Precision(kind),
+            *techniques_of_mesh(mesh),
+            FusedOps(),
+            Packing(),
+            FusedLoss(256),
+            Accumulation(MICRO, 0, 2),
+            Clipping(MAX_NORM),
+        ]
     )
     run = build(models.config_of(folder), techniques, models.fill_from(folder), device, Optimizing(RATE), 0, world)
     clock = Clock()

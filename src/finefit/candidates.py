@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from .batches import Batches, Work
+from .config.deepspeed import Place
 from .cost import seconds_per_step
 from .errors import ConfigError
 from .footprint import Footprint
 from .ladder import Rung
 from .layout import Layout, Micro, layout_of
-from .mesh import Mesh
+from .mesh import Mesh, Stage
 from .meshes import fewest_ranks, meshes, techniques_of_mesh
 from .predict import footprint
 from .spec import CheckpointingKind, HardwareSpec, JobSpec, ModelSpec
@@ -38,6 +39,7 @@ from .techniques import (
     QuantizedBase,
     Technique,
     Unsuitable,
+    Zero,
     in_order,
 )  # fmt: skip
 from .techniques.optimizer_offload import host_bytes
@@ -121,7 +123,7 @@ class Question:
 def over_devices(question: Question) -> Iterator[Question]:
     """The question once for each way to divide it over the devices that suits the model."""
     found, why = 0, None
-    for mesh in meshes(question.hardware, question.job.global_batch_size):
+    for mesh in _allowed(question):
         asked = question.over(mesh)
         try:
             size, tokens = next(splits(asked))
@@ -134,6 +136,26 @@ def over_devices(question: Question) -> Iterator[Question]:
         yield asked
     if not found:
         raise why or _indivisible(question)
+
+
+def _allowed(question: Question) -> Iterator[Mesh]:
+    """All ways to divide the devices, or the one of DeepSpeed's that the user asks for."""
+    stage = question.job.pin("deepspeed")
+    if stage is None:
+        yield from meshes(question.hardware, question.job.global_batch_size)
+    elif (count := question.hardware.count) <= question.job.global_batch_size:
+        yield Mesh(shards=count, stage=cast(Stage, int(stage)), engine="deepspeed")
+
+
+def _divided(question: Question) -> list[Technique]:
+    """What divides it so, with what DeepSpeed has elsewhere."""
+    states, weights, nvme = (question.job.pin("deepspeed.offload") or "none:none:").split(":", 2)
+    return [
+        replace(t, optimizer_on=cast(Place, states), parameters_on=cast(Place, weights), nvme=nvme)
+        if isinstance(t, Zero) and t.engine == "deepspeed"
+        else t
+        for t in techniques_of_mesh(question.mesh)
+    ]
 
 
 def _indivisible(question: Question) -> ConfigError:
@@ -280,7 +302,7 @@ def _held(model: ModelSpec, techniques: tuple[Technique, ...]) -> Layout:
 
 def techniques_of(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> tuple[Technique, ...]:
     job, kind = question.job, question.hardware.kind
-    chosen: list[Technique] = [precision_of(question), *techniques_of_mesh(question.mesh)]
+    chosen: list[Technique] = [precision_of(question), *_divided(question)]
     if job.method == "qlora":
         bits, scales = int(job.pin("qlora.bits") or 4), job.pin("qlora.scales") or "double"
         chosen.append(QuantizedBase(cast(Bits, bits), cast(Scales, scales), CHUNK[kind]))

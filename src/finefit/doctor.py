@@ -191,7 +191,11 @@ def _deepspeed_text(deepspeed: Toolchain) -> str:
 def _deepspeed_findings(deepspeed: Toolchain) -> list[Finding]:
     """A lock stops every run that compiles the same; what is missing stops runs by DeepSpeed alone."""
     found = [
-        Finding("advice", f"a build that was killed left {lock}: who compiles the same waits for ever", shlex.join(["rm", lock]))
+        Finding(
+            "advice",
+            f"a build that was killed left {lock}: who compiles the same waits for ever",
+            shlex.join(["rm", lock]),
+        )
         for lock in deepspeed.locks
     ]
     if not deepspeed.version:
@@ -205,7 +209,9 @@ def _deepspeed_findings(deepspeed: Toolchain) -> list[Finding]:
     if not deepspeed.ninja:
         found.append(Finding("advice", f"no ninja on the path: {compiles}", _pip("ninja")))
     if not deepspeed.has_libaio:
-        found.append(Finding("advice", "no libaio: deepspeed puts nothing on NVMe without", "apt-get install libaio-dev"))
+        found.append(
+            Finding("advice", "no libaio: deepspeed puts nothing on NVMe without", "apt-get install libaio-dev")
+        )
     return found
 
 

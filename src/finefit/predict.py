@@ -16,6 +16,7 @@ from .data.micro import width
 from .divided import Divided, Part, parts
 from .footprint import MOMENTS, STEP, Footprint
 from .layout import Layout, ParamGroup, traced_blocks
+from .partitioned import Partitioned, UnderDeepSpeed, is_deepspeeds
 from .recompute import Pass
 from .sections import Section, numbers
 from .spec import HardwareSpec
@@ -29,6 +30,8 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
+    if is_deepspeeds(layout):
+        return Partitioned(layout).states()
     found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.shards, layout.update))
     found["parameter"] += layout.arena
     if layout.states_on != "device":
@@ -68,6 +71,8 @@ def temporary_bytes(layout: Layout) -> int:
     mesh = layout.mesh
     if layout.gradients_on == "host":
         return 0
+    if is_deepspeeds(layout):
+        return Partitioned(layout).temporary_bytes()
     return _temporary(layout.groups, mesh.shards if mesh.stage else 1, layout.update, layout.half == "float16")
 
 
@@ -170,7 +175,9 @@ class _Walk:
     def __init__(self, part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -> None:
         layout = part.layout
         self.part, self.layout, self.fixed, self.sizes = part, layout, fixed, sizes
-        self.divided = Divided(part, fixed) if layout.mesh.devices > 1 else None
+        self.divided: Divided | UnderDeepSpeed | None = None
+        if layout.mesh.devices > 1:
+            self.divided = UnderDeepSpeed(layout, fixed) if is_deepspeeds(layout) else Divided(part, fixed)
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         # Gradients that leave as they appear are what they are from a second micro-batch on: there for a moment each.
         self.again |= not layout.keeps_gradients

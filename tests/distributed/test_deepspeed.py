@@ -7,7 +7,7 @@ Needs deepspeed, which is no part of the test extra: `pip install deepspeed`, or
 import importlib.util
 
 import pytest
-from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LORA, MICRO, SGD, TECHNIQUES, as_alone, differences
+from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, LORA, MICRO, SGD, TECHNIQUES, as_alone, differences
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,6 +25,31 @@ def test_ranks_learn_what_one_process_does(two, mesh, kind):
         assert ours == pytest.approx(theirs, rel=1e-6)
     largest, whole = differences(found["weights"], alone["weights"])
     assert largest < 2e-6 and whole < 1e-6
+
+
+@pytest.mark.parametrize("places", [(1, "host", "none"), (2, "host", "none"), (3, "host", "none"), (3, "host", "host")])
+def test_what_is_offloaded_learns_the_same(two, places):
+    stage, states, weights = places
+    zero = {"name": "zero", "stage": stage, "ranks": 2, "engine": "deepspeed", "optimizer_on": states, "parameters_on": weights}
+    wanted = [*FULL, CLIPPED, MICRO]
+    found = two.call("trained", {"shards": 2}, [*wanted, zero], CONFIG, 5, LENGTHS, 1e-4)[0]
+    alone = two.call("trained", {}, wanted, CONFIG, 5, LENGTHS, 1e-4)[0]
+    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    largest, whole = differences(found["weights"], alone["weights"])
+    assert largest < 2e-6 and whole < 1e-6
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("kind", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_ranks_peak_is_that_which_is_predicted(two, mesh, kind, micro_steps):
+    """Of the third step: only then does stage 3 gather ahead."""
+    techniques = [{"name": "precision", "kind": kind}, *BASE, CLIPPED, {**MICRO, "most_steps": micro_steps}]
+    config = {**CONFIG, "num_hidden_layers": 6, "vocab_size": 512, "tie_word_embeddings": False}
+    for rank in two.call("measured", MESHES[mesh], techniques, config, (128, 128), micro_steps, 2):
+        predicted, measured = (max(moment[i] for moment in rank["moments"].values()) for i in (0, 1))
+        assert predicted == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16_mixed", "fp32 lora"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, did_you_mean
+from .schema import Config
 
 Place = Literal["none", "host", "disk"]
 BUCKET = 2**25
@@ -79,6 +80,40 @@ def read(path: Path) -> Asked:
     if not isinstance(told, dict):
         raise ConfigError("DeepSpeed's settings must be an object", where=str(path), hint=_HINT)
     return _File(path, text).asked(told)
+
+
+def agreed(config: Config) -> Config:
+    """The run with what its ``hardware.deepspeed`` asks for; ConfigError where both say something else of one thing."""
+    if config.hardware.deepspeed is None:
+        return config
+    asked = read(Path(config.hardware.deepspeed))
+    said = (
+        ("train", "global_batch_size", asked.global_batch_size), ("train", "max_grad_norm", asked.clipping),
+        ("memory", "precision", asked.precision), ("memory", "micro_batch_size", asked.micro_batch_size),
+    )  # fmt: skip
+    for section, key, value in said:
+        part = getattr(config, section)
+        has = getattr(part, key)
+        if value is None or has == value:
+            continue
+        if key in part.model_fields_set and has != AUTO:
+            hint = "change one of them, or say auto in DeepSpeed's file"
+            raise ConfigError(f"{section}.{key} is {has}, DeepSpeed's file has {value}", where=asked.path, hint=hint)
+        config = config.model_copy(update={section: part.model_copy(update={key: value})})
+    return config
+
+
+def fits(asked: Asked, examples: int, devices: int) -> None:
+    """ConfigError where its three sizes of a batch do not belong together on so many devices, or there is one device."""
+    if devices == 1:
+        hint = "--gpu '2 x NAME' plans for several; on one memory.optimizer_offload=host does what its offload does"
+        raise ConfigError("DeepSpeed divides a run among devices, and this is one", where=asked.path, hint=hint)
+    if asked.micro_batch_size and asked.accumulation:
+        whole = asked.micro_batch_size * asked.accumulation * devices
+        if whole != examples:
+            parts = f"{asked.micro_batch_size} x {asked.accumulation} x {devices} devices"
+            hint = "leave gradient_accumulation_steps out, or say auto: the plan splits the batch"
+            raise ConfigError(f"{parts} are {whole} examples a step, not {examples}", where=asked.path, hint=hint)
 
 
 class _File:

@@ -1,6 +1,6 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-48 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+49 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
@@ -274,6 +274,10 @@ class Hardware(_Section):
         default="auto", description="auto, cpu, cuda, cuda:1"
     )
     threads: Auto | Positive = Field(default="auto", description="CPU threads")
+    deepspeed: Text | None = Field(
+        default=None,
+        description="DeepSpeed's JSON: several devices are divided by its engine, as its zero_optimization says",
+    )
 
 
 class Config(_Section):
@@ -348,6 +352,7 @@ _SPELLINGS: dict[str, str] = {
     "memory.fused_ops": "use_liger_kernel enable_liger_kernel",
     "memory.optimizer_offload": "offload_optimizer cpu_offload optimizer_in_cpu fsdp_offload_params",
     "memory.fused_backward_step": "optimizer_in_bwd",
+    "hardware.deepspeed": "deepspeed_config ds_config deepspeed_config_file",
     "memory.budget": "gpu_memory_limit max_memory",
     "memory.parameter_offload": "offload_param fsdp_offload_params blocks_to_swap",
 }  # fmt: skip

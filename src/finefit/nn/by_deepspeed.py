@@ -83,6 +83,12 @@ class ByDeepSpeed(Optimizer):
         kept = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         return list(kept)
 
+    def numel_of(self, parameter: Parameter) -> int:
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+    def kept_in(self, parameter: Parameter) -> torch.dtype:
+        return torch.float32 if parameter in self.stepped else parameter.dtype
+
     def forward(self, *args: Any) -> Tensor:
         total: Tensor = self.engine(*args)
         return total
@@ -114,8 +120,25 @@ class ByDeepSpeed(Optimizer):
         """Masters, where they are others than the weights, and their states."""
         flats = self.flats()
         tensors = [*self.rule.shared(), *flats, *(t for flat in flats for t in self.state.get(flat, {}).values())]
-        own = {id(t.untyped_storage()) for t in self.run.model.parameters()}
-        return [t for t in tensors if t.device == self.run.device and id(t.untyped_storage()) not in own]
+        own = {t.untyped_storage().data_ptr() for t in self.weights()}
+        return [t for t in tensors if t.device == self.run.device and t.untyped_storage().data_ptr() not in own]
+
+    def weights(self) -> list[Tensor]:
+        """All that this rank holds of the model."""
+        found = [p.data for p in self.run.model.parameters()]
+        if self.stage == 3:
+            found += [p.ds_tensor.data for p in self.run.model.parameters()]
+        return [t for t in found if t.device == self.run.device and t.numel()]
+
+    def own(self) -> dict[str, list[Tensor]]:
+        if self.stage < 3:
+            return {}
+        buckets = [bucket.buffer for bucket in getattr(self.zero, "ipg_buckets", {}).values()]
+        sums = getattr(self.zero, "grad_partitions_flat_buffer", None)
+        return {
+            "parameter": self.weights(), "gradient": [sums] if torch.is_tensor(sums) else [],
+            "temporary": [one for one in buckets if torch.is_tensor(one)],
+        }  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.has_gradients:
@@ -135,7 +158,6 @@ class ByDeepSpeed(Optimizer):
         for kept in (self.zero.averaged_gradients, self.zero.all_grad_tensors):
             for key in kept:
                 kept[key] = None
-
 
     def whole(self) -> AbstractContextManager[Any]:
         """Within it every rank has every weight whole; what is changed there is not kept."""
@@ -224,7 +246,9 @@ def initialised(model: Whole, inner: Optimizer, settings: dict[str, Any], device
     try:
         import deepspeed
     except ImportError as error:
-        raise EngineError(f"deepspeed cannot be imported: {error}", hint=f"{INSTALL}; finefit doctor says more") from error
+        raise EngineError(
+            f"deepspeed cannot be imported: {error}", hint=f"{INSTALL}; finefit doctor says more"
+        ) from error
     deepspeed.utils.logger.setLevel("WARNING")
     if device.type == "cpu":  # sums of inference by shared memory, which would be compiled first
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

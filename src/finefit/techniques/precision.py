@@ -79,7 +79,8 @@ class Precision(Technique):
 
         wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.kind, torch.float32)
         embedding = run.model.get_input_embeddings()
-        if embedding.weight.dtype != wanted and not is_island(embedding):
-            raise NotAsPlanned(f"precision: the embedding is {embedding.weight.dtype}, not {wanted}")
+        kept = run.optimizer.kept_in(embedding.weight)
+        if kept != wanted and not is_island(embedding):
+            raise NotAsPlanned(f"precision: the embedding is {kept}, not {wanted}")
         if run.scaler.is_enabled() != self.is_half:
             raise NotAsPlanned(f"precision: the loss is {'not ' if self.is_half else ''}scaled, against the plan")

@@ -58,10 +58,16 @@ class Zero(Technique):
         if layout.graph[0] not in ("fp32", "bf16_mixed"):
             raise Unsuitable("DeepSpeed steps fp32 weights of its own: say memory.precision=bf16_mixed, or fp32")
         if layout.graph[0] != "fp32" and not all(g.trainable for g in layout.groups):
-            raise Unsuitable("DeepSpeed would hold adapters in 16 bits, with what is frozen: memory.precision=fp32 does not")
+            raise Unsuitable(
+                "DeepSpeed would hold adapters in 16 bits, with what is frozen: memory.precision=fp32 does not"
+            )
         graph = tuple("bf16" if word == "bf16_mixed" else word for word in layout.graph)
         mesh = replace(layout.mesh, shards=self.ranks, stage=self.stage, engine="deepspeed")
-        return replace(layout, graph=graph, mesh=mesh)
+        is_on_host = self.optimizer_on != "none"
+        return replace(
+            layout, graph=graph, mesh=mesh, states_on="device" if self.optimizer_on == "none" else self.optimizer_on,
+            gradients_on="host" if is_on_host else "device",
+        )  # fmt: skip
 
     def apply(self, run: "Run") -> None:
         from ..nn.reduced import RowsStepped
@@ -94,7 +100,12 @@ class Zero(Technique):
 
     def describe(self) -> str:
         after = "" if self.stage < 3 else "; a block's weights are gathered while it runs"
-        return f"{_SAYS[self.stage]} divided among {self.ranks} ranks{after}"
+        if self.engine == "deepspeed":
+            places = (("states", self.optimizer_on), ("weights", self.parameters_on))
+            away = "".join(f", {what} on {where}" for what, where in places if where != "none")
+            after += f"; by DeepSpeed{away}"
+        what = "optimizer states and gradients" if (self.stage, self.engine) == (2, "deepspeed") else _SAYS[self.stage]
+        return f"{what} divided among {self.ranks} ranks{after}"
 
     def setting(self) -> str:
         return str(self.stage)
@@ -105,9 +116,20 @@ class Zero(Technique):
 
         if (ranks := run.world.mesh.shards) != self.ranks:
             raise NotAsPlanned(f"zero: {ranks} ranks share, not {self.ranks}")
+        if self.engine == "deepspeed":
+            return self._verify_engine(run)
         whole = [name for name, p in run.model.named_parameters() if self.stage > 1 and not is_sharded(p)]
         if whole := [name for name in whole if ".tables." not in name]:
             raise NotAsPlanned(f"zero: {len(whole)} weights are whole on each rank: {whole[:3]}")
         stepped = sum(one.numel() for one in run.optimizer.state)
         if stepped > sum(-(-p.shape[0] // self.ranks) * p[0].numel() for p in run.optimizer.stepped if p.dim()):
+            raise NotAsPlanned(f"zero: a rank steps {stepped} elements, more than its share")
+
+    def _verify_engine(self, run: "Run") -> None:
+        engine, flats = run.optimizer.engine, run.optimizer.flats()  # type: ignore[attr-defined]
+        found = engine.zero_optimization_stage(), engine.dp_world_size
+        if found != (self.stage, self.ranks):
+            raise NotAsPlanned(f"zero: DeepSpeed runs stage {found[0]} on {found[1]} ranks")
+        stepped, trained = sum(f.numel() for f in flats), list(run.optimizer.stepped)
+        if stepped > sum(-(-run.optimizer.numel_of(p) // self.ranks) for p in trained) + 4:  # type: ignore[attr-defined]
             raise NotAsPlanned(f"zero: a rank steps {stepped} elements, more than its share")
