@@ -30,7 +30,14 @@ def test_ranks_learn_what_one_process_does(two, mesh, kind):
 @pytest.mark.parametrize("places", [(1, "host", "none"), (2, "host", "none"), (3, "host", "none"), (3, "host", "host")])
 def test_what_is_offloaded_learns_the_same(two, places):
     stage, states, weights = places
-    zero = {"name": "zero", "stage": stage, "ranks": 2, "engine": "deepspeed", "optimizer_on": states, "parameters_on": weights}
+    zero = {
+        "name": "zero",
+        "stage": stage,
+        "ranks": 2,
+        "engine": "deepspeed",
+        "optimizer_on": states,
+        "parameters_on": weights,
+    }
     wanted = [*FULL, CLIPPED, MICRO]
     found = two.call("trained", {"shards": 2}, [*wanted, zero], CONFIG, 5, LENGTHS, 1e-4)[0]
     alone = two.call("trained", {}, wanted, CONFIG, 5, LENGTHS, 1e-4)[0]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from ..errors import ConfigError, did_you_mean
 from .schema import Config
@@ -183,7 +183,7 @@ class _File:
         value = told.get(name) or {}
         if not isinstance(value, Mapping):
             self.wrong(name, f"must be an object, not {value!r}")
-        return value  # type: ignore[no-any-return]
+        return value
 
     def number(self, told: Mapping[str, Any], name: str) -> float | None:
         value = told.get(name, AUTO)
@@ -207,7 +207,7 @@ class _File:
                 hint = did_you_mean(str(name), names) or _HINT
                 self.wrong(str(name), "is not read here", hint, prefix)
 
-    def wrong(self, key: str, what: str, hint: str = "", prefix: str = "") -> None:
+    def wrong(self, key: str, what: str, hint: str = "", prefix: str = "") -> NoReturn:
         line = next((i for i, text in enumerate(self.lines, 1) if f'"{key}"' in text), 0)
         where = f"{self.path}:{line}" if line else str(self.path)
         raise ConfigError(f"{prefix}{key} {what}", where=where, hint=hint)

@@ -20,10 +20,12 @@ from torch.nn import Parameter
 from ..engines.world import Alone
 from ..errors import CheckpointError, EngineError
 from ..run import Run
+from ..toolchain import stale_locks
 from .optimizers import Home, Optimizer, Optimizing, States
 from .sharded import Whole
 
 INSTALL = "pip install deepspeed"
+OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def divide(run: Run, settings: dict[str, Any]) -> None:
@@ -59,7 +61,7 @@ class ByDeepSpeed(Optimizer):
         self.engine = initialised(Whole(self.run.model), self.inner, self.settings, self.run.device)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-        self.stepped = dict.fromkeys(parameters)  # type: ignore[arg-type]
+        self.stepped = {p: p for p in parameters}
         for flat in self.flats() if self.is_here else ():
             self.state[flat] = self.rule.start(flat)
 
@@ -165,7 +167,7 @@ class ByDeepSpeed(Optimizer):
             return nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters(list(self.run.model.parameters()))  # type: ignore[no-any-return]
+        return deepspeed.zero.GatheredParameters(list(self.run.model.parameters()))
 
     def save(self, folder: str, step: int) -> None:
         """DeepSpeed's own checkpoint, of which each rank writes its part: only as many ranks take it up again."""
@@ -240,8 +242,18 @@ class Scale:
         return float(self.by.zero.loss_scale)
 
 
+def check_builds(settings: dict[str, Any]) -> None:
+    """EngineError where a build that is needed would be waited for without end."""
+    zero = settings["zero_optimization"]
+    compiled = {"async_io"} if "nvme" in (zero.get(part, {}).get("device") for part in OFFLOADS) else set()
+    for lock in stale_locks():
+        if lock.parent.name in compiled:
+            raise EngineError(f"a build of deepspeed's that was killed left {lock}", hint=f"rm '{lock}'")
+
+
 def initialised(model: Whole, inner: Optimizer, settings: dict[str, Any], device: torch.device) -> Any:
     """DeepSpeed's engine around ``model``; EngineError where it is not there."""
+    check_builds(settings)
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         import deepspeed
