@@ -48,7 +48,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000", "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu",
-    "ACCELERATE_USE_CPU": "true", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }  # fmt: skip
 _LIMIT_S = 1800
@@ -257,8 +257,9 @@ def by_trainer(settings: dict[str, Any], given: argparse.Namespace) -> dict[str,
 
     from finefit.assets import model_folder
 
-    rows, ranks, rank = examples(EXAMPLES), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    each = GLOBAL_BATCH // ranks
+    rows, each = examples(EXAMPLES), GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
+    # Before the arguments: with those of stage 3 transformers would make it in shards, and fails on a CPU.
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder(MODEL).folder, dtype="float32")
     told = dict(settings)
     if stage := told.pop("deepspeed", 0):
         zero = {"stage": stage, "reduce_bucket_size": 2**25, "contiguous_gradients": True, "overlap_comm": False}
@@ -281,16 +282,15 @@ def by_trainer(settings: dict[str, Any], given: argparse.Namespace) -> dict[str,
             if logs and "loss" in logs:
                 clock.losses.append(logs["loss"])
 
-    def collate(some: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
-        clock.tokens += sum(len(ids) for ids, _ in some)
-        return padded(some)
+    class Counting(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            clock.tokens += int(inputs["attention_mask"].sum())  # batches are collated ahead of their step
+            return super().compute_loss(model, inputs, *args, **more)
 
-    model: Any = AutoModelForCausalLM.from_pretrained(model_folder(MODEL).folder, dtype="float32")
-    trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Watch()])  # type: ignore[arg-type]
+    trainer = Counting(model, arguments, data_collator=padded, train_dataset=rows, callbacks=[Watch()])  # type: ignore[arg-type]
     trainer._get_train_sampler = lambda *_: None  # type: ignore[method-assign]  # in the order they are given
     clock = Clock()
     trainer.train()
-    assert rank < ranks
     return clock.made(type(trainer.model_wrapped).__name__)
 
 
@@ -318,17 +318,19 @@ def by_fsdp2(settings: dict[str, Any], given: argparse.Namespace) -> dict[str, A
     for number in range(1 + given.steps):
         clock.begun(number)
         some = [rows[(number * GLOBAL_BATCH + i) % len(rows)] for i in range(GLOBAL_BATCH)]
-        mine, told = some[rank::ranks], 0.0
+        mine, told = some[rank::ranks], torch.zeros(())
+        labelled = sum(sum(mask[1:]) for _, mask in some)
         for start in range(0, each, MICRO):
             batch = padded(mine[start : start + MICRO])
             clock.tokens += int(batch["attention_mask"].sum())
-            loss = model(**batch).loss / (each // MICRO)
-            loss.backward()
-            told += loss.item()
+            loss = model(**batch, num_items_in_batch=labelled).loss
+            (loss * ranks).backward()  # gradients are averaged
+            told += loss.detach()
+        dist.all_reduce(told)
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        clock.losses.append(told)
+        clock.losses.append(told.item())
     made = clock.made(type(model).__name__)
     dist.destroy_process_group()
     return made

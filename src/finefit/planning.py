@@ -89,6 +89,9 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "D
             else f"examples count as that long, not {wanted:,}"
         )
         plan = replace(plan, notes=(*plan.notes, counted))
+    if config.hardware.deepspeed and (left := deepspeeds.read(Path(config.hardware.deepspeed)).left):
+        said = f"DeepSpeed runs with finefit's own {', '.join(left)}, not those of {config.hardware.deepspeed}"
+        plan = replace(plan, notes=(*plan.notes, said))
     return foreseen(plan, model, hardware, data)
 
 

@@ -136,6 +136,25 @@ def forgets(mesh, techniques, config, lengths):
     return {name: [number for step in steps for number in step] for name, steps in found.items()}
 
 
+def overflows(mesh, techniques, config, lengths):
+    """Scales before, after and beyond a step of this rank's whose gradients are beyond fp16, and the loss of the next step
+    with and without that."""
+    found = {}
+    for name in ("after", "without"):
+        run, _, _ = run_of(mesh, techniques, config)
+        scales = [run.scaler.get_scale()]
+        if name == "after":
+            usual = run.forward
+            run.forward = lambda *args, usual=usual: usual(*args) * 1e30
+            loop.optimizer_step(run, batches_of(run, examples_of(lengths)), 1e-3)
+            run.forward = usual
+            scales.append(run.scaler.get_scale())
+        loss, *_ = loop.optimizer_step(run, batches_of(run, examples_of(lengths)), 1e-3)
+        found[name] = loss
+        found.setdefault("scales", [*scales, run.scaler.get_scale()])
+    return found
+
+
 def goes_on(mesh, techniques, config, lengths, folder):
     """Losses and norms of the last two of four steps: of one run, and of one that takes up its checkpoint of step 2."""
     run, _, _ = run_of(mesh, techniques, config)

@@ -61,6 +61,7 @@ def test_auto_is_left_to_the_plan(tmp_path):
         ({"zero_optimisation": {}}, "zero_optimisation is not read here", "did you mean 'zero_optimization'?"),
         ({"gradient_clipping": -1}, "must be a number, 0 or more", ""),
         ({"train_batch_size": 2.5}, "must be a whole number", ""),
+        ({"optimizer": {"type": "Lion"}}, "is Lion", "say train.optimizer"),
         ({"fp16": {"enabled": True}}, "and bf16 are both enabled", "enable one of them"),
     ],
 )
@@ -142,11 +143,12 @@ def test_a_bucket_is_even_and_no_larger_than_what_trains():
 
 
 def test_a_plan_by_deepspeed(tmp_path):
-    path = file_of(tmp_path, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    path = file_of(tmp_path, {"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}})
     words = ["plan", "Qwen/Qwen3-8B", "--gpu", "8 x H100", "--method", "full", f"hardware.deepspeed={path}"]
     made = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
     (zero,) = [t for t in made["techniques"] if t["name"] == "zero"]
     assert (zero["stage"], zero["ranks"], zero["engine"]) == (2, 8, "deepspeed")
+    assert f"DeepSpeed runs with finefit's own overlap_comm, not those of {path}" in made["notes"]
     settings = json.loads(CliRunner().invoke(app, [*words, "--deepspeed"]).output)
     assert settings["zero_optimization"]["stage"] == 2 and settings["bf16"]["enabled"] is True
 

@@ -38,6 +38,7 @@ _TUNING = (
     "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters",
     "memory_efficient_linear", "load_from_fp32_weights", "elastic_checkpoint", "cpu_offload", "legacy_stage1",
 )  # fmt: skip
+_ADAM = (AUTO, "adam", "adamw")
 _ZERO = ("stage", "offload_optimizer", "offload_param", *_TUNING)
 _HINT = "finefit reads zero_optimization, bf16, fp16, gradient_clipping and the batch sizes; leave the rest out"
 
@@ -139,6 +140,9 @@ class _File:
             self.wrong("offload_optimizer", f"to nvme needs stage 3, and the stage is {stage}")
         if nvme and other and nvme != other:
             self.wrong("nvme_path", f"is said twice: {nvme} and {other}")
+        kind = self.part(told, "optimizer").get("type", AUTO)
+        if str(kind).lower() not in _ADAM:
+            self.wrong("optimizer", f"is {kind}: finefit's own rules step", "leave it out, and say train.optimizer")
         return Asked(
             str(self.path), stage, optimizer, parameters, nvme or other,
             precision=self.precision(told), clipping=self.number(told, "gradient_clipping"),
