@@ -26,8 +26,9 @@ from .hardware import HardwareSpec
 from .layout import Micro
 from .phases import checkpoint_bytes
 from .plan import Plan
-from .planning import called, hardware_of, make_plan, obey, plan_like, warnings_of
+from .planning import called, deepspeed_json, hardware_of, make_plan, obey, plan_like, warnings_of
 from .spec import resolve_model
+from .techniques import Zero
 from .units import format_bytes
 
 LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
@@ -97,6 +98,8 @@ def new(config: Config, plan_file: Path | None) -> Job:
     run_folder(config.model_copy(update={"name": folder.name}))  # nobody was quicker
     write_atomically(folder / "config.yaml", dump(config).encode())
     plan.save(folder / "plan.json")
+    if isinstance(zero := plan.technique("zero"), Zero) and zero.engine == "deepspeed":
+        write_atomically(folder / "deepspeed.json", json.dumps(deepspeed_json(plan, model), indent=1).encode())
     base = {"folder": str(asset.folder), "says": asset.says, "data": data.store.folder.name}
     write_atomically(folder / BASE, json.dumps(base).encode())
     said = tuple(sentence for sentence in (asset.says, *_said_of(data), *warnings_of(plan)) if sentence)

@@ -139,6 +139,10 @@ class Optimizer(torch.optim.Optimizer):
         one = self.stepped.get(parameter)
         return self.state[one] if one is not None else {}
 
+    def kept_in(self, parameter: Parameter) -> torch.dtype:
+        """The type in which its updates are added up."""
+        return parameter.dtype
+
     def held(self, parameter: Parameter) -> list[Tensor]:
         """Its states that take memory of its device: not what is on a host beside it, or mapped from a disk."""
         states = self.states_of(parameter).values()
@@ -159,6 +163,10 @@ class Optimizer(torch.optim.Optimizer):
     def all_held(self) -> list[Tensor]:
         """The same of all parameters, and the tables they share."""
         return [*self.rule.shared(), *(t for parameter in self.stepped for t in self.held(parameter))]
+
+    def own(self) -> dict[str, list[Tensor]]:
+        """What an engine holds between steps that is in no parameter's name, by component."""
+        return {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

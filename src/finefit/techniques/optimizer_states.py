@@ -48,6 +48,8 @@ class OptimizerStates(Technique):
             raise Unsuitable(
                 f"{self.kind} keeps rows and columns of whole matrices, which tensor parallel cuts either way"
             )
+        if update.by_matrix and layout.mesh.engine == "deepspeed":
+            raise Unsuitable(f"{self.kind} keeps rows and columns of whole matrices, which DeepSpeed lays flat")
         trained = {group.bits for group in layout.groups if group.trainable}
         if self.rounding == "stochastic" and (16 not in trained or layout.half != "bfloat16"):
             raise Unsuitable("nothing that trains is held in bf16, so nothing is rounded: say memory.precision=bf16")

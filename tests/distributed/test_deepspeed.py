@@ -1,0 +1,102 @@
+"""Ranks that DeepSpeed divides and steps, against one process of ours; what each holds against the prediction.
+
+Needs deepspeed, which is no part of the test extra: `pip install deepspeed`, or where there is no compiler for its wheel
+`pip install --no-deps --no-build-isolation deepspeed einops hjson py-cpuinfo msgpack ninja`.
+"""
+
+import importlib.util
+
+import pytest
+from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, LORA, MICRO, SGD, TECHNIQUES, as_alone, differences
+
+from finefit.toolchain import toolchain
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed"),
+]
+MESHES = {f"stage {stage}": {"shards": 2, "stage": stage, "engine": "deepspeed"} for stage in (1, 2, 3)}
+KINDS = {name: TECHNIQUES[name] for name in ("full", "checkpointed", "lora", "plain")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_learn_what_one_process_does(two, mesh, kind):
+    found, alone = as_alone(two, MESHES[mesh], KINDS[kind], rate=1e-2 if SGD in KINDS[kind] else 1e-4)
+    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    largest, whole = differences(found["weights"], alone["weights"])
+    assert largest < 2e-6 and whole < 1e-6
+
+
+PLACES = [(1, "host", "none"), (2, "host", "none"), (3, "host", "none"), (3, "host", "host"), (3, "disk", "disk")]
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_what_is_offloaded_learns_the_same(two, places, tmp_path):
+    """To disk by a C++ file access that is compiled first (minutes, once)."""
+    if "disk" in places and not toolchain().has_libaio:
+        pytest.skip("libaio is not installed: apt-get install libaio-dev")
+    stage, states, weights = places
+    zero = {
+        "name": "zero",
+        "stage": stage,
+        "ranks": 2,
+        "engine": "deepspeed",
+        "optimizer_on": states,
+        "parameters_on": weights,
+        "nvme": str(tmp_path),
+    }
+    wanted = [*FULL, CLIPPED, MICRO]
+    found = two.call("trained", {"shards": 2}, [*wanted, zero], CONFIG, 5, LENGTHS, 1e-4, limit_s=900)[0]
+    alone = two.call("trained", {}, wanted, CONFIG, 5, LENGTHS, 1e-4)[0]
+    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    largest, whole = differences(found["weights"], alone["weights"])
+    assert largest < 2e-6 and whole < 1e-6
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("kind", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_ranks_peak_is_that_which_is_predicted(two, mesh, kind, micro_steps):
+    """Of the third step: only then does stage 3 gather ahead."""
+    techniques = [{"name": "precision", "kind": kind}, *BASE, CLIPPED, {**MICRO, "most_steps": micro_steps}]
+    config = {**CONFIG, "num_hidden_layers": 6, "vocab_size": 512, "tie_word_embeddings": False}
+    for rank in two.call("measured", MESHES[mesh], techniques, config, (128, 128), micro_steps, 2):
+        predicted, measured = (max(moment[i] for moment in rank["moments"].values()) for i in (0, 1))
+        assert predicted == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16_mixed", "fp32 lora"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_ranks_bytes_at_rest_are_those_that_are_predicted(two, mesh, kind):
+    """Weights, masters and moments, to the byte: flat, and padded."""
+    more = [LORA] if "lora" in kind else []
+    techniques = [{"name": "precision", "kind": kind.partition(" ")[0]}, *more, *BASE, CLIPPED, MICRO]
+    config = {**CONFIG, "num_hidden_layers": 3, "vocab_size": 211, "tie_word_embeddings": False}
+    for predicted, measured in two.call("held_by_deepspeed", MESHES[mesh], techniques, config, (70, 31)):
+        assert predicted == measured
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_whose_loss_is_not_finite_is_forgotten(two, mesh):
+    """What was gathered of its gradients is in no later step."""
+    for found in two.call("forgets", MESHES[mesh], [*FULL, CLIPPED, MICRO], CONFIG, (70, 31, 12)):
+        assert found["after"] == pytest.approx(found["without"], rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_overflow_skips_the_step_on_all_ranks(two, mesh):
+    """The scale is halved, and the next step is that of a run without it."""
+    techniques = [{"name": "precision", "kind": "fp16_mixed"}, *BASE, CLIPPED, MICRO]
+    for found in two.call("overflows", MESHES[mesh], techniques, CONFIG, (70, 31, 12)):
+        assert found["scales"] == [2.0**16, 2.0**15, 2.0**15]
+        assert found["after"] == pytest.approx(found["without"], rel=1e-3)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_run_goes_on_from_deepspeeds_own_checkpoint(two, mesh, tmp_path):
+    techniques = [*FULL, CLIPPED, MICRO]
+    for whole, resumed in two.call("goes_on", MESHES[mesh], techniques, CONFIG, (70, 31, 12), str(tmp_path)):
+        assert resumed == pytest.approx(whole, rel=1e-6)
