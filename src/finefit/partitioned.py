@@ -78,6 +78,11 @@ class Partitioned:
         return self.width * (parts + small)
 
     @property
+    def loaded(self) -> int:
+        """Of the model as it is filled, whole on every rank, before the engine has it."""
+        return sum(g.numel * g.count * g.bits // 8 for g in self.layout.groups)
+
+    @property
     def bucket_bytes(self) -> int:
         """Of what gradients are reduced in."""
         return self.width * bucket_of(self.elements)

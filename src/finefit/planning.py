@@ -73,13 +73,13 @@ def _with_devices(machine: HardwareSpec, config: Config) -> HardwareSpec:
 
 def job_of(config: Config, data: "Data | None") -> JobSpec:
     at = config.train
-    asked = deepspeeds.read(Path(config.hardware.deepspeed)).pins() if config.hardware.deepspeed else ()
+    asked = deepspeeds.asked_by(config)
     job = JobSpec(
         method=config.method, rank=config.lora.rank, alpha=config.lora.alpha, dropout=config.lora.dropout,
         targets=config.lora.names(), precision=config.memory.precision, global_batch_size=at.global_batch_size,
         max_length=at.max_length, longest=at.max_length, steps=at.steps or 0, seed=config.seed,
         pins=(*config.memory.pins(), *config.qlora.pins(), ("max_grad_norm", str(at.max_grad_norm)),
-              ("optimizer", at.optimizer), *asked),
+              ("optimizer", at.optimizer), *(asked.pins() if asked else ())),
     )  # fmt: skip
     if data is None:
         return job
@@ -110,8 +110,8 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "D
             else f"examples count as that long, not {wanted:,}"
         )
         plan = replace(plan, notes=(*plan.notes, counted))
-    if config.hardware.deepspeed and (left := deepspeeds.read(Path(config.hardware.deepspeed)).left):
-        said = f"DeepSpeed runs with finefit's own {', '.join(left)}, not those of {config.hardware.deepspeed}"
+    if (asked := deepspeeds.asked_by(config)) and asked.left:
+        said = f"DeepSpeed runs with finefit's own {', '.join(asked.left)}, not those of {asked.path}"
         plan = replace(plan, notes=(*plan.notes, said))
     return foreseen(plan, model, hardware, data)
 
@@ -126,8 +126,8 @@ def plan_like(before: Plan, config: Config, model: ModelSpec, hardware: Hardware
 def question_of(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Question:
     """What a search for this config depends on."""
     batches, job = batches_of(config, model, data), job_of(config, data)
-    if config.hardware.deepspeed:
-        deepspeeds.fits(deepspeeds.read(Path(config.hardware.deepspeed)), job.global_batch_size, hardware.count)
+    if asked := deepspeeds.asked_by(config):
+        deepspeeds.fits(asked, job.global_batch_size, hardware.count, hardware.kind)
     return Question(model, hardware, job, batches, budget_of(config, hardware))
 
 

@@ -122,6 +122,8 @@ def of_device(part: Part, hardware: HardwareSpec | None = None) -> Footprint:
     if evaluation_is_traced(layout):
         found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
     found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
+    if (held := partitioned.of(layout)) is not None:
+        found["load"]["parameter"] = held.loaded
     moments = {moment: found[moment] for moment in MOMENTS if moment in found}
     reserved = hardware.context_bytes if hardware else 0
     if hardware and hardware.kind == "cuda":

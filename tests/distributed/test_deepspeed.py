@@ -95,8 +95,26 @@ def test_an_overflow_skips_the_step_on_all_ranks(two, mesh):
         assert found["after"] == pytest.approx(found["without"], rel=1e-3)
 
 
+def goes_on(ranks, folder, kind, mesh, other=None):
+    techniques = [{"name": "precision", "kind": kind}, *BASE, CLIPPED, MICRO]
+    for whole, resumed in ranks.call("goes_on", mesh, techniques, CONFIG, (70, 31, 12), str(folder), other):
+        assert resumed == pytest.approx(whole, rel=1e-6 if kind == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16_mixed", "fp16_mixed"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_run_goes_on_from_deepspeeds_own_checkpoint(two, mesh, tmp_path):
-    techniques = [*FULL, CLIPPED, MICRO]
-    for whole, resumed in two.call("goes_on", MESHES[mesh], techniques, CONFIG, (70, 31, 12), str(tmp_path)):
-        assert resumed == pytest.approx(whole, rel=1e-6)
+def test_a_run_goes_on_from_its_checkpoint(two, mesh, kind, tmp_path):
+    goes_on(two, tmp_path, kind, MESHES[mesh])
+
+
+OWN = {"shards": 2, "stage": 3}
+
+
+@pytest.mark.parametrize("mesh, other", [("stage 1", OWN), ("stage 3", OWN), ("stage 2", MESHES["stage 3"])])
+def test_another_engine_or_stage_goes_on_with_its_checkpoint(two, mesh, other, tmp_path):
+    goes_on(two, tmp_path, "fp32", MESHES[mesh], other)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_it_goes_on_with_a_checkpoint_of_another_engine(two, mesh, tmp_path):
+    goes_on(two, tmp_path, "fp32", OWN, MESHES[mesh])

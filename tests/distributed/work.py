@@ -8,11 +8,12 @@ import sys
 import traceback
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from finefit import divided, evaluate, loop, models, predict, trace
+from finefit import checkpoint, divided, evaluate, loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
 from finefit.engines import world as worlds
@@ -207,16 +208,17 @@ def overflows(mesh, techniques, config, lengths):
     return found
 
 
-def goes_on(mesh, techniques, config, lengths, folder):
-    """Losses and norms of the last two of four steps: of one run, and of one that takes up its checkpoint of step 2."""
+def goes_on(mesh, techniques, config, lengths, folder, other=None):
+    """Losses and norms of the last two of four steps: of one run, and of one that takes up its checkpoint of step 2, on the
+    same mesh or another one."""
     run, _, _ = run_of(mesh, techniques, config)
     found = []
     for step in range(4):
         found.append(loop.optimizer_step(run, batches_of(run, examples_of(lengths, seed=step)), 1e-3)[:2])
         if step == 1:
-            run.optimizer.save(folder, 2)
-    again, _, _ = run_of(mesh, techniques, config)
-    again.optimizer.load(folder, 2)
+            checkpoint.save(run, 2, Path(folder), "tiny", 1)
+    again, _, _ = run_of(other or mesh, techniques, config)
+    assert checkpoint.load_newest(again, Path(folder), print) == 2
     resumed = [
         loop.optimizer_step(again, batches_of(again, examples_of(lengths, seed=step)), 1e-3)[:2] for step in (2, 3)
     ]

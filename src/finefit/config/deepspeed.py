@@ -83,11 +83,16 @@ def read(path: Path) -> Asked:
     return _File(path, text).asked(told)
 
 
+def asked_by(config: Config) -> Asked | None:
+    """What the file of ``hardware.deepspeed`` asks for, if there is one."""
+    path = config.hardware.deepspeed
+    return None if path is None else read(Path(path))
+
+
 def agreed(config: Config) -> Config:
     """The run with what its ``hardware.deepspeed`` asks for; ConfigError where both say something else of one thing."""
-    if config.hardware.deepspeed is None:
+    if (asked := asked_by(config)) is None:
         return config
-    asked = read(Path(config.hardware.deepspeed))
     said = (
         ("train", "global_batch_size", asked.global_batch_size), ("train", "max_grad_norm", asked.clipping),
         ("memory", "precision", asked.precision), ("memory", "micro_batch_size", asked.micro_batch_size),
@@ -104,8 +109,12 @@ def agreed(config: Config) -> Config:
     return config
 
 
-def fits(asked: Asked, examples: int, devices: int) -> None:
-    """ConfigError where its three sizes of a batch do not belong together on so many devices, or there is one device."""
+def fits(asked: Asked, examples: int, devices: int, kind: str) -> None:
+    """ConfigError where its three sizes of a batch do not belong together on so many devices, or there is one device, or
+    what is to be offloaded is there already."""
+    if kind == "cpu" and "host" in (asked.optimizer_on, asked.parameters_on):
+        hint = "leave offload_optimizer and offload_param out, or say nvme"
+        raise ConfigError("a CPU's memory is the host's: there is nowhere to offload to", where=asked.path, hint=hint)
     if devices == 1:
         hint = "--gpu '2 x NAME' plans for several; on one memory.optimizer_offload=host does what its offload does"
         raise ConfigError("DeepSpeed divides a run among devices, and this is one", where=asked.path, hint=hint)

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..engines.alone import Alone
-from ..errors import CheckpointError, EngineError
+from ..errors import EngineError
 from ..run import Run
 from ..toolchain import stale_locks
-from .optimizers import Home, Optimizer, Optimizing, States
+from .optimizers import Home, Optimizer, Optimizing, States, Stretch
 from .sharded import Whole
 
 INSTALL = "pip install deepspeed"
@@ -169,14 +169,31 @@ class ByDeepSpeed(Optimizer):
 
         return deepspeed.zero.GatheredParameters(list(self.run.model.parameters()))
 
-    def save(self, folder: str, step: int) -> None:
-        """DeepSpeed's own checkpoint, of which each rank writes its part: only as many ranks take it up again."""
-        self.engine.save_checkpoint(folder, tag=f"step-{step:06d}")
+    def stretch(self, parameter: Tensor) -> Stretch | None:
+        """Of its master: what trains is never stepped by itself."""
+        if parameter not in self.stepped:
+            return None
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if self.stage == 3:
+            i, at, each = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            start, whole = rank * each, parameter.ds_numel  # type: ignore[attr-defined]
+            shape, numel = tuple(parameter.ds_shape), min(each, whole - start)  # type: ignore[attr-defined]
+        else:
+            i = next(i for i, some in enumerate(self.zero.bit16_groups) if any(p is parameter for p in some))
+            each = self.flats()[i].numel()
+            begin = parameter.storage_offset() - self.zero.bit16_groups_flat[i].storage_offset() - rank * each
+            at, start = max(begin, 0), max(-begin, 0)
+            shape, numel = tuple(parameter.shape), min(parameter.numel() - start, each - at)
+        return Stretch(self.flats()[i], f"flat {i} of rank {rank} of {ranks}", at, start, max(numel, 0), shape)
 
-    def load(self, folder: str, step: int) -> None:
-        found, _ = self.engine.load_checkpoint(folder, tag=f"step-{step:06d}")
-        if found is None:
-            raise CheckpointError(f"there is no checkpoint of step {step}", where=folder)
+    def restored(self) -> None:
+        if self.stage < 3:
+            self.zero.update_lp_params()
+            return
+        self.zero.checkpoint_event_prologue()  # what is gathered is let go of
+        for i in range(len(self.flats())):
+            self.zero._reassign_or_swap_out_partitioned_parameters(i)
+        self.zero.checkpoint_event_epilogue()  # small weights are whole again
 
 
 class Inner(Optimizer):
@@ -235,11 +252,22 @@ class Scale:
     def step(self, optimizer: Optimizer) -> None:
         optimizer.step()
 
-    def update(self) -> None:
-        """With the step."""
+    def update(self, new_scale: float | None = None) -> None:
+        """With the step, unless it is said."""
+        if new_scale is not None and self.is_on:
+            self.by.zero.loss_scaler.cur_scale = new_scale
 
     def get_scale(self) -> float:
         return float(self.by.zero.loss_scale)
+
+    def state_dict(self) -> dict[str, float]:
+        """As torch's own has it: with the steps since it was last halved."""
+        scaler = self.by.zero.loss_scaler
+        return {"scale": self.get_scale(), "_growth_tracker": scaler.cur_iter - scaler.last_overflow_iter - 1}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        scaler = self.by.zero.loss_scaler
+        scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
 
 
 def check_builds(settings: dict[str, Any]) -> None:

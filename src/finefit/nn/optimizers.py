@@ -102,6 +102,20 @@ class Home:
         return nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Where in a flat tensor, of this rank's, elements of a parameter lie one after the other: ``numel`` from ``at`` on, which
+    are those from ``start`` on of the whole parameter."""
+
+    flat: Parameter
+    place: str
+    """Which flat tensor it is, and whose."""
+    at: int
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+
+
 class Optimizer(torch.optim.Optimizer):
     """Empty until ``begin``; techniques set ``rule`` and ``home`` before."""
 
@@ -142,6 +156,13 @@ class Optimizer(torch.optim.Optimizer):
     def kept_in(self, parameter: Parameter) -> torch.dtype:
         """The type in which its updates are added up."""
         return parameter.dtype
+
+    def stretch(self, parameter: Tensor) -> Stretch | None:
+        """Of a parameter of the model that is stepped in a flat tensor; of any other None."""
+        return None
+
+    def restored(self) -> None:
+        """What is stepped has other values: if that is a copy of the model's, give it to the model."""
 
     def held(self, parameter: Parameter) -> list[Tensor]:
         """Its states that take memory of its device: not what is on a host beside it, or mapped from a disk."""
