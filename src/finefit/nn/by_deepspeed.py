@@ -9,6 +9,7 @@ Declines to hold the model in shards while it is filled: each rank reads it whol
 """
 
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -81,7 +82,9 @@ class ByDeepSpeed(Optimizer):
         return offload.get("device") != "nvme"
 
     def flats(self) -> list[Parameter]:
-        """The parts of fp32 weights that this rank steps."""
+        """The parts of fp32 weights that this rank steps; none before `begin`."""
+        if self.engine is None:
+            return []
         kept = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         return list(kept)
 
@@ -129,11 +132,11 @@ class ByDeepSpeed(Optimizer):
         """All that this rank holds of the model."""
         found = [p.data for p in self.run.model.parameters()]
         if self.stage == 3:
-            found += [p.ds_tensor.data for p in self.run.model.parameters()]
+            found += [p.ds_tensor.data for p in self.run.model.parameters() if hasattr(p, "ds_tensor")]
         return [t for t in found if t.device == self.run.device and t.numel()]
 
     def own(self) -> dict[str, list[Tensor]]:
-        if self.stage < 3:
+        if self.stage < 3 or self.engine is None:
             return {}
         buckets = [bucket.buffer for bucket in getattr(self.zero, "ipg_buckets", {}).values()]
         sums = getattr(self.zero, "grad_partitions_flat_buffer", None)
@@ -289,7 +292,9 @@ def initialised(model: Whole, inner: Optimizer, settings: dict[str, Any], device
         raise EngineError(
             f"deepspeed cannot be imported: {error}", hint=f"{INSTALL}; finefit doctor says more"
         ) from error
-    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.utils.logger.setLevel("ERROR")
+    # It calls torch's collectives by names that torch 2.13 warns of, in every step.
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     if device.type == "cpu":  # sums of inference by shared memory, which would be compiled first
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo" if device.type == "cpu" else "nccl", dist_init_required=False, verbose=False)
