@@ -97,7 +97,7 @@ def findings(seen: Facts) -> tuple[Finding, ...]:
         *_package_findings(seen.requirements, seen.driver),
         *_torch_findings(seen.torch, seen.driver),
         *_gpu_findings(seen.driver),
-        *_deepspeed_findings(seen.deepspeed),
+        *_deepspeed_findings(seen.deepspeed, bool(seen.driver and seen.driver.gpus)),
         *_room_findings(seen),
         *_speed_findings(seen),
     ]
@@ -184,11 +184,15 @@ def _gpu_findings(driver: Driver | None) -> list[Finding]:
 def _deepspeed_text(deepspeed: Toolchain) -> str:
     if not deepspeed.version:
         return f"not installed; hardware.deepspeed alone needs it: {_pip('deepspeed')}"
-    compiler = deepspeed.compiler or "no C++ compiler"
-    return f"{deepspeed.version}, {compiler}, {deepspeed.ninja or 'no ninja'}, {'' if deepspeed.has_libaio else 'no '}libaio"
+    found = (
+        deepspeed.version, deepspeed.compiler or "no C++ compiler", deepspeed.ninja or "no ninja",
+        deepspeed.cuda or "no CUDA headers", deepspeed.mpi or "no MPI (its own launcher's alone)",
+        "libaio" if deepspeed.has_libaio else "no libaio",
+    )  # fmt: skip
+    return ", ".join(found)
 
 
-def _deepspeed_findings(deepspeed: Toolchain) -> list[Finding]:
+def _deepspeed_findings(deepspeed: Toolchain, has_gpu: bool) -> list[Finding]:
     """A lock stops every run that compiles the same; what is missing stops runs by DeepSpeed alone."""
     found = [
         Finding(
@@ -206,6 +210,9 @@ def _deepspeed_findings(deepspeed: Toolchain) -> list[Finding]:
         found.append(Finding("advice", message, _pip(*deepspeed.lacking)))
     if not deepspeed.compiler:
         found.append(Finding("advice", f"no C++ compiler: {compiles}", "apt-get install g++"))
+    if has_gpu and not deepspeed.cuda:
+        command = "conda install -c nvidia cuda-toolkit"
+        found.append(Finding("advice", f"no CUDA toolkit with headers and nvcc: {compiles}", command))
     if not deepspeed.ninja:
         found.append(Finding("advice", f"no ninja on the path: {compiles}", _pip("ninja")))
     if not deepspeed.has_libaio:

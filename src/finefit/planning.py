@@ -206,9 +206,21 @@ def deepspeed_json(plan: Plan, model: ModelSpec) -> dict[str, Any]:
     elements = sum(g.numel * g.count for g in rewrite(model, Micro(1, 1, 1), plan.techniques).groups if g.trainable)
     of: dict[str, Any] = {t.name: t for t in plan.techniques}
     max_norm = of["clipping"].max_norm if "clipping" in of else 0.0
-    return zero.settings(
-        of["precision"].kind, elements, max_norm, plan.micro_batch_size, plan.gradient_accumulation_steps
+    size, steps = _evenly(plan, zero.ranks)
+    settings = zero.settings(of["precision"].kind, elements, max_norm, size, steps)
+    return settings | (
+        {"train_batch_size": whole} if (whole := size * steps * zero.ranks) == plan.global_batch_size else {}
     )
+
+
+def _evenly(plan: Plan, ranks: int) -> tuple[int, int]:
+    """(examples a micro-batch, micro-batches a step) of which every rank has as many, as DeepSpeed needs it: no fewer
+    micro-batches than the plan's most. The plan's own where ranks cannot have as many."""
+    each, left = divmod(plan.global_batch_size, ranks)
+    if left:
+        return plan.micro_batch_size, plan.gradient_accumulation_steps
+    steps = next((n for n in range(plan.gradient_accumulation_steps, each) if each % n == 0), each)
+    return each // steps, steps
 
 
 def called(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs beside itself, found without importing it: packages, a C++ compiler, ninja, libaio, free locks.
+"""What DeepSpeed needs beside itself, found without importing it: packages, compilers, CUDA's headers, ninja, libaio, locks.
 
 It compiles parts of itself when they are first used (``op_builder/builder.py``, by torch's ``cpp_extension.load``): on a
 CPU its communication, for states on NVMe its file access. A build that was killed leaves a file ``lock`` in its folder
@@ -32,6 +32,10 @@ class Toolchain:
     compiler: str = ""
     ninja: str = ""
     has_libaio: bool = False
+    cuda: str = ""
+    """The folder of a CUDA toolkit with its headers and its compiler."""
+    mpi: str = ""
+    """MPI's compiler. Ranks that are told where to meet, as finefit's and torch's launcher's are, do without."""
     locks: tuple[str, ...] = ()
     """Left by builds that were killed."""
 
@@ -44,8 +48,17 @@ def toolchain() -> Toolchain:
         version, tuple(name for name in names if not _version(name)),
         compiler=shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or "",
         ninja=shutil.which("ninja") or "", has_libaio=any(Path(folder, "libaio.h").is_file() for folder in _folders()),
-        locks=tuple(map(str, stale_locks())),
+        cuda=_cuda(), mpi=shutil.which("mpicc") or "", locks=tuple(map(str, stale_locks())),
     )  # fmt: skip
+
+
+def _cuda() -> str:
+    """Where torch's ``cpp_extension`` looks for one."""
+    nvcc = shutil.which("nvcc")
+    said = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and str(Path(nvcc).resolve().parents[1]))
+    homes = [Path(home) for home in (*said, "/usr/local/cuda") if home]
+    parts = ("include/cuda_runtime.h", "bin/nvcc")
+    return next((str(home) for home in homes if all((home / part).is_file() for part in parts)), "")
 
 
 def stale_locks() -> list[Path]:

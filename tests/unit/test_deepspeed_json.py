@@ -118,11 +118,13 @@ def test_a_contradiction_names_both(tmp_path):
 
 def test_sizes_of_a_batch_must_belong_together(tmp_path):
     asked = read(file_of(tmp_path, {**MINE, "gradient_accumulation_steps": 2}))
-    fits(asked, 64, 8)
+    fits(asked, 64, 8, "cuda")
     with pytest.raises(ConfigError, match="4 x 2 x 4 devices are 32 examples a step, not 64"):
-        fits(asked, 64, 4)
+        fits(asked, 64, 4, "cuda")
     with pytest.raises(ConfigError, match="this is one"):
-        fits(asked, 64, 1)
+        fits(asked, 64, 1, "cuda")
+    with pytest.raises(ConfigError, match="nowhere to offload to"):
+        fits(asked, 64, 8, "cpu")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -135,6 +137,43 @@ def test_what_is_written_reads_as_what_it_was_written_from(tmp_path, stage, prec
     assert (found.stage, found.optimizer_on, found.parameters_on, found.nvme) == (stage, "host", weights, nvme)
     assert (found.precision, found.clipping, found.micro_batch_size, found.accumulation) == (precision, 0.5, 4, 2)
     assert from_json(zero.to_json()) == zero
+
+
+NVME = {"device": "nvme", "nvme_path": "/fast"}
+HOST = {"device": "cpu", "pin_memory": True}
+AUTO = {
+    "gradient_clipping": "auto", "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+}  # fmt: skip
+SIZES = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+TYPICAL = {
+    "zero1": {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}, **SIZES},
+    "zero2": {"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}, **SIZES},
+    "zero2 offload": {"zero_optimization": {"stage": 2, "offload_optimizer": HOST}, "fp16": {"enabled": "auto"}, **AUTO},
+    "zero3": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"}, **AUTO},
+    "zero3 offload": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST}, "bf16": {"enabled": True}, **AUTO
+    },
+    "zero3 nvme": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME}, "bf16": {"enabled": True}, **SIZES
+    },
+    "fp32": {"zero_optimization": {"stage": 3}, **SIZES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_what_is_read_is_written_and_read_again(tmp_path, name):
+    """What a file says stays; what it leaves open is what the plan has, from then on."""
+    asked = read(file_of(tmp_path, TYPICAL[name]))
+    zero = Zero(asked.stage, 8, "deepspeed", asked.optimizer_on, asked.parameters_on, asked.nvme)
+    assert zero.does(asked)
+    settings = zero.settings(asked.precision or "bf16_mixed", 1001, asked.clipping or 1.0, 4, 2)
+    again = read(file_of(tmp_path, settings))
+    for field in ("stage", "optimizer_on", "parameters_on", "nvme"):
+        assert getattr(again, field) == getattr(asked, field)
+    for field in ("precision", "clipping", "micro_batch_size", "accumulation"):
+        assert getattr(asked, field) in (None, getattr(again, field))
+    assert settings == zero.settings(again.precision, 1001, again.clipping, again.micro_batch_size, again.accumulation)
 
 
 def test_a_bucket_is_even_and_no_larger_than_what_trains():
@@ -151,6 +190,23 @@ def test_a_plan_by_deepspeed(tmp_path):
     assert f"DeepSpeed runs with finefit's own overlap_comm, not those of {path}" in made["notes"]
     settings = json.loads(CliRunner().invoke(app, [*words, "--deepspeed"]).output)
     assert settings["zero_optimization"]["stage"] == 2 and settings["bf16"]["enabled"] is True
+    assert settings["train_batch_size"] == made["global_batch_size"]
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3 offload", "zero3 nvme"])
+def test_settings_that_a_plan_wrote_make_a_plan_that_writes_them(tmp_path, name):
+    told, words = (
+        {**TYPICAL[name], "train_batch_size": 64},
+        ["plan", "Qwen/Qwen3-8B", "--gpu", "8 x H100", "--method", "full"],
+    )
+    for again in (False, True):
+        path = file_of(tmp_path, told)
+        output = CliRunner().invoke(app, [*words, f"hardware.deepspeed={path}", "--deepspeed"]).output
+        assert not again or json.loads(output) == told
+        told = json.loads(output)
+    assert told["zero_optimization"].get("offload_optimizer", {}).get("nvme_path") == (
+        "/fast" if "nvme" in name else None
+    )
 
 
 def test_deepspeed_divides_several_devices_only(tmp_path):

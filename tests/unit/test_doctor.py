@@ -16,7 +16,7 @@ from finefit.doctor import Finding, examine, findings
 from finefit.errors import EngineError
 from finefit.hardware import HardwareSpec
 from finefit.machine import Driver, Facts, Gpu, Place, Requirement, Torch
-from finefit.toolchain import Toolchain, stale_locks
+from finefit.toolchain import Toolchain, stale_locks, toolchain
 
 GIB = 2**30
 GPU = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB, 0)
@@ -216,7 +216,7 @@ def test_importing_the_doctor_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path.home()).returncode == 0
 
 
-WHOLE = Toolchain("0.19.8", compiler="/usr/bin/c++", ninja="/usr/bin/ninja", has_libaio=True)
+WHOLE = Toolchain("0.19.8", compiler="/usr/bin/c++", ninja="/usr/bin/ninja", has_libaio=True, cuda="/usr/local/cuda")
 
 
 def test_deepspeed_that_is_whole_or_not_there_is_no_finding():
@@ -230,6 +230,7 @@ def test_deepspeed_that_is_whole_or_not_there_is_no_finding():
     [
         ({"lacking": ("hjson", "einops")}, "does not start without hjson, einops", "pip install hjson einops"),
         ({"compiler": ""}, "no C++ compiler", "apt-get install g++"),
+        ({"cuda": ""}, "no CUDA toolkit", "cuda-toolkit"),
         ({"ninja": ""}, "no ninja", "pip install ninja"),
         ({"has_libaio": False}, "no libaio", "apt-get install libaio-dev"),
         ({"locks": ("/home/me/a b/lock",)}, "waits for ever", "rm '/home/me/a b/lock'"),
@@ -239,6 +240,20 @@ def test_what_deepspeed_lacks(change, message, command):
     found = only(deepspeed=replace(WHOLE, **change))
     assert found.kind == "advice"
     assert message in found.message and command in found.command
+
+
+def test_cuda_headers_are_no_matter_where_there_is_no_gpu():
+    assert "no CUDA toolkit" not in str(findings(replace(HEALTHY, driver=None, deepspeed=replace(WHOLE, cuda=""))))
+
+
+def test_a_cuda_toolkit_is_one_with_headers_and_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for part in ("bin/nvcc", "include/cuda_runtime.h"):
+        assert toolchain().cuda != str(tmp_path)
+        (tmp_path / part).parent.mkdir()
+        (tmp_path / part).touch()
+    assert toolchain().cuda == str(tmp_path)
 
 
 def test_a_lock_is_stale_when_it_is_old_and_nobody_works_beside_it(tmp_path, monkeypatch):

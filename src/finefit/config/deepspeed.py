@@ -113,7 +113,7 @@ def fits(asked: Asked, examples: int, devices: int, kind: str) -> None:
     """ConfigError where its three sizes of a batch do not belong together on so many devices, or there is one device, or
     what is to be offloaded is there already."""
     if kind == "cpu" and "host" in (asked.optimizer_on, asked.parameters_on):
-        hint = "leave offload_optimizer and offload_param out, or say nvme"
+        hint = "leave offload_optimizer and offload_param out"
         raise ConfigError("a CPU's memory is the host's: there is nowhere to offload to", where=asked.path, hint=hint)
     if devices == 1:
         hint = "--gpu '2 x NAME' plans for several; on one memory.optimizer_offload=host does what its offload does"

@@ -10,7 +10,7 @@ block's gradients are whole until they are reduced after its backward. Stage 2 g
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..config.deepspeed import Place, written
+from ..config.deepspeed import Asked, Place, written
 from ..layout import Layout
 from ..mesh import Engine
 from . import by_deepspeed
@@ -57,6 +57,12 @@ class Zero(Technique):
         """DeepSpeed's JSON of it, where that many elements train."""
         places = (self.optimizer_on, self.parameters_on, self.nvme)
         return written(self.stage, places, precision, elements, max_norm, size, steps)
+
+    def does(self, asked: Asked) -> bool:
+        """Whether it divides as a file of DeepSpeed's asks for it."""
+        places = (self.stage, self.optimizer_on, self.parameters_on, self.nvme)
+        wanted = (asked.stage, asked.optimizer_on, asked.parameters_on, asked.nvme)
+        return self.engine == "deepspeed" and places == wanted
 
     def describe(self) -> str:
         what, how = _ENGINES[self.engine].says(self)
