@@ -29,7 +29,7 @@ from .phases import checkpoint_bytes
 from .plan import Plan
 from .planning import called, deepspeed_json, hardware_of, make_plan, obey, plan_like, warnings_of
 from .spec import resolve_model
-from .techniques import Zero
+from .techniques import Technique, Zero
 from .toolchain import toolchain
 from .units import format_bytes
 
@@ -95,7 +95,7 @@ def new(config: Config, plan_file: Path | None) -> Job:
     model, data = replace(resolve_model(str(asset.folder)), name=called(config)), read_data(config, tokenizer)
     hardware = hardware_of(config, None)
     plan = obey(plan_file, config, model, hardware, data) if plan_file else make_plan(config, model, hardware, data)
-    check_engine(plan)
+    check_engine(plan.technique("zero"))
     check_disk(folder, checkpoint_bytes(rewrite(model, Micro(1, 1, 1), plan.techniques)), config.train.keep_checkpoints)
     held = hold(folder)
     run_folder(config.model_copy(update={"name": folder.name}))  # nobody was quicker
@@ -156,7 +156,7 @@ def again(folder: Path, overrides: Sequence[str] = (), *, holds: bool = True, is
     said = (*_said_of(data), *warnings_of(plan)) if is_new else ()
     job = Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held, said)
     job = _otherwise(job) if overrides else job
-    check_engine(job.plan)
+    check_engine(job.plan.technique("zero"))
     return job
 
 
@@ -169,9 +169,8 @@ def _otherwise(job: Job) -> Job:
     return replace(job, plan=plan, said=warnings_of(plan), before=job.plan)
 
 
-def check_engine(plan: Plan) -> None:
-    """EngineError where the plan's engine is not here, or cannot carry out what is planned."""
-    zero = plan.technique("zero")
+def check_engine(zero: Technique | None) -> None:
+    """EngineError where the engine of a plan's ``zero`` is not here, or cannot carry out what is planned."""
     if not isinstance(zero, Zero) or zero.engine != "deepspeed":
         return
     without = "without hardware.deepspeed finefit's own engine does the same"

@@ -5,11 +5,15 @@ Needs deepspeed, which is no part of the test extra: `pip install deepspeed`, or
 """
 
 import importlib.util
+import json
+import shutil
 
 import pytest
 from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, LORA, MICRO, SGD, TECHNIQUES, as_alone, differences
+from test_runs import begin, differ, finish, train, weights
 
 from finefit.toolchain import toolchain
+from tiny_run import data, events_of, losses, model  # noqa: F401 (fixtures)
 
 pytestmark = [
     pytest.mark.slow,
@@ -118,3 +122,30 @@ def test_another_engine_or_stage_goes_on_with_its_checkpoint(two, mesh, other, t
 @pytest.mark.parametrize("mesh", MESHES)
 def test_it_goes_on_with_a_checkpoint_of_another_engine(two, mesh, tmp_path):
     goes_on(two, tmp_path, "fp32", OWN, MESHES[mesh])
+
+
+def settings_of(folder, stage):
+    path = folder / "ds.json"
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": stage}, "train_batch_size": 8, "gradient_clipping": 1.0})
+    )
+    return f"hardware.deepspeed={path}"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_by_the_command_learns_what_one_device_does(tmp_path, model, data, stage):  # noqa: F811
+    """And goes on as one device's, from its checkpoint of step 4."""
+    code, _, error = finish(train(tmp_path, model, data, "train.steps=6", "name=one"))
+    assert code == 0, error
+    words = ("train.steps=6", "name=two", "hardware.devices=2", settings_of(tmp_path, stage))
+    code, _, error = finish(train(tmp_path, model, data, *words))
+    assert code == 0, error
+    one, two = tmp_path / "runs/one", tmp_path / "runs/two"
+    assert differ(weights(two), weights(one)) < 1e-6
+    for event in ("step", "eval"):
+        assert losses(events_of(two), event) == pytest.approx(losses(events_of(one), event), rel=1e-6)
+    assert json.loads((two / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
+    shutil.rmtree(two / "checkpoints/step-000006")
+    code, _, error = finish(begin(tmp_path, "resume", two, "hardware.devices=1", "hardware.deepspeed=null"))
+    assert code == 0, error
+    assert differ(weights(two), weights(one)) < 1e-6

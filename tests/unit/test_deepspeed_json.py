@@ -5,12 +5,14 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from finefit import session
 from finefit.cli import app
 from finefit.config import Config
 from finefit.config.deepspeed import Asked, agreed, bucket_of, fits, read, written
-from finefit.errors import ConfigError
+from finefit.errors import ConfigError, EngineError
 from finefit.mesh import Mesh
 from finefit.techniques import Zero, from_json
+from finefit.toolchain import Toolchain
 
 MINE = {
     "zero_optimization": {
@@ -218,3 +220,18 @@ def test_deepspeed_divides_several_devices_only(tmp_path):
 
 def test_the_mesh_says_who_divides():
     assert Mesh(shards=2, stage=2).engine == "torch"
+
+
+@pytest.mark.parametrize(
+    ("seen", "places", "message"),
+    [
+        (Toolchain(), (), "hardware.deepspeed needs deepspeed, not installed here"),
+        (Toolchain("0.19.8", lacking=("hjson",)), (), "hardware.deepspeed needs hjson, not installed here"),
+        (Toolchain("0.19.8"), ("disk", "none", "/fast"), "in no checkpoint"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_before_a_run(monkeypatch, seen, places, message):
+    monkeypatch.setattr(session, "toolchain", lambda: seen)
+    with pytest.raises(EngineError, match=message):
+        session.check_engine(Zero(3, 2, "deepspeed", *places))
+    session.check_engine(Zero(3, 2))
