@@ -43,6 +43,7 @@ from .techniques import (
 from .techniques.optimizer_offload import host_bytes
 from .techniques.parameter_offload import pinned_bytes
 from .techniques.quantized_base import CHUNK, Bits, Scales
+from .traffic import per_machine
 from .units import Budget, format_bytes
 from .updating import CHUNK as STEPPED
 from .updating import OptimizerKind, Rounding
@@ -115,9 +116,8 @@ class Question:
 
     def meshes(self) -> Iterator[Mesh]:
         """Ways to divide it over the devices."""
-        longest, said = self.batches.longest, self.job.pin("context_parallel")
-        tokens = contexts(self.hardware, longest, said)
-        return meshes(self.hardware, self.job.global_batch_size, tokens, self.job.pin("deepspeed"))
+        longest, said, by = self.batches.longest, self.job.pin("context_parallel"), self.job.pin("deepspeed")
+        return meshes(self.hardware, self.job.global_batch_size, contexts(self.hardware, longest, said), by)
 
     def over(self, mesh: Mesh) -> "Question":
         """The same, divided over devices so."""
@@ -275,7 +275,8 @@ def candidate(question: Question, size: int, tokens: int, work: Work, checkpoint
 def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique, ...], work: Work) -> Candidate:
     """Techniques on the work of a run: predicted for its worst micro-batch, timed for its mean."""
     layouts = [rewrite(model, micro, techniques) for micro in work.largest]
-    _check_host(hardware, pinned_bytes(layouts[0]) + host_bytes(layouts[0]))
+    ranks = min(layouts[0].mesh.devices, per_machine(hardware))  # whose host is the same
+    _check_host(hardware, ranks * (pinned_bytes(layouts[0]) + host_bytes(layouts[0])))
     predicted = max((footprint(layout, hardware) for layout in layouts), key=lambda f: f.peak_bytes)
     return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware), layouts[0].mesh)
 
