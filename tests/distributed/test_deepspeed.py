@@ -9,6 +9,7 @@ import json
 import shutil
 
 import pytest
+from pool import note
 from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, LORA, MICRO, SGD, TECHNIQUES, as_alone, differences
 from test_runs import begin, differ, finish, train, weights
 
@@ -31,6 +32,7 @@ def test_ranks_learn_what_one_process_does(two, mesh, kind):
         assert ours == pytest.approx(theirs, rel=1e-6)
     largest, whole = differences(found["weights"], alone["weights"])
     assert largest < 2e-6 and whole < 1e-6
+    note(MESHES[mesh], kind, "exact", two.size, "deepspeed")
 
 
 PLACES = [(1, "host", "none"), (2, "host", "none"), (3, "host", "none"), (3, "host", "host"), (3, "disk", "disk")]
@@ -81,6 +83,7 @@ def test_a_ranks_bytes_at_rest_are_those_that_are_predicted(two, mesh, kind):
     config = {**CONFIG, "num_hidden_layers": 3, "vocab_size": 211, "tie_word_embeddings": False}
     for predicted, measured in two.call("held_by_deepspeed", MESHES[mesh], techniques, config, (70, 31)):
         assert predicted == measured
+    note(MESHES[mesh], kind, "bytes", two.size, "deepspeed")
 
 
 @pytest.mark.parametrize("mesh", MESHES)
