@@ -5,6 +5,8 @@ torch's distributed checkpoints of Hugging Face's kind (``torch/distributed/chec
 and join these. What a rank needs it takes from whichever files overlap with it; a file without that entry holds whole
 tensors. So nothing is ever whole on any rank, but for one tensor where parts are cut along a later dimension.
 
+What lies flat is written as boxes of the tensor that it is a stretch of, no more than three of a matrix; a file has one of each.
+
 Declines to cut anew what is in blocks of its own: moments in codes are read on as many ranks as wrote them.
 """
 
@@ -18,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import DTYPES, trained_tensors, write_pieces
+from .adapter import DTYPES, trained, write_pieces
 from .errors import CheckpointError
+from .nn.optimizers import Stretch
 from .parts import is_sharded, local, rows_of
 from .run import Run
 
@@ -39,17 +42,77 @@ class Part:
     is_mine: bool = True
 
 
-def trained_parts(run: Run) -> dict[str, Part]:
+Parts = Mapping[str, Sequence[Part]]
+"""By the tensor's name, what this rank has of it."""
+
+
+def trained_parts(run: Run) -> Parts:
     """Of what ``adapter.save_trained`` writes of a run on one device, by the same names."""
-    return {name: _part(run, tensor) for name, tensor in trained_tensors(run.model).items()}
+    found: dict[str, Sequence[Part]] = {}
+    for name, tensor in trained(run.model).items():
+        lies = run.optimizer.stretch(tensor)
+        found[name] = [_part(run, tensor.detach())] if lies is None else _boxes(lies.flat.detach(), lies)
+    return found
 
 
-def optimizer_parts(run: Run) -> dict[str, Part]:
+def optimizer_parts(run: Run) -> Parts:
     """Of the optimizer's states, by the parameter's name and the state's. One that is no tensor of the parameter's shape is
     told apart by the rows that it is of."""
-    found: dict[str, Part] = {}
+    found: dict[str, Sequence[Part]] = {}
     for name, p in run.model.named_parameters():
-        states = run.optimizer.states_of(p)
+        if lies := run.optimizer.stretch(p):
+            found |= _flat_states(run, name, lies)
+        else:
+            found |= {key: [part] for key, part in _own_states(run, name, p).items()}
+    return found
+
+
+def _flat_states(run: Run, name: str, lies: Stretch) -> dict[str, Sequence[Part]]:
+    found: dict[str, Sequence[Part]] = {}
+    for key, state in run.optimizer.state[lies.flat].items():
+        if state.shape == lies.flat.shape:
+            found[f"{name}.{key}"] = _boxes(state, lies)
+        elif state.dim():
+            found[f"{key}@{lies.place}"] = [_alone(state, is_mine=True)]
+        else:
+            found[f"{name}.{key}"] = [_alone(state, run.world.is_first)]
+    return found
+
+
+def _boxes(flat: Tensor, lies: Stretch) -> list[Part]:
+    """Views of the stretch, as boxes of the whole tensor."""
+    found, at = [], lies.at
+    for start, shape in boxes(lies.start, lies.start + lies.numel, lies.shape):
+        n = math.prod(shape)
+        found.append(Part(flat[at : at + n].view(shape), start, lies.shape))
+        at += n
+    return found
+
+
+def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(where it starts, its shape) of each box that elements ``begin`` to ``end`` of a tensor of that shape are, in order."""
+    if len(shape) < 2:
+        if begin < end:
+            yield (begin,) * len(shape), (end - begin,) * len(shape)
+        return
+    inner = math.prod(shape[1:])
+    while begin < end:
+        row, inside = divmod(begin, inner)
+        rows = 0 if inside else (end - begin) // inner
+        if rows:
+            yield (row, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+            begin += rows * inner
+            continue
+        until = min(end, (row + 1) * inner)
+        for start, box in boxes(inside, until - row * inner, shape[1:]):
+            yield (row, *start), (1, *box)
+        begin = until
+
+
+def _own_states(run: Run, name: str, p: Any) -> dict[str, Part]:
+    """Of a parameter that is stepped by itself, or in rows."""
+    found: dict[str, Part] = {}
+    if states := run.optimizer.states_of(p):
         whole = _part(run, p.detach())
         start, stop = run.optimizer.home.rows(p)
         is_mine = run.world.is_first_of(sharded=(stop - start) < (p.shape[0] if p.dim() else 1))
@@ -73,19 +136,24 @@ def _alone(tensor: Tensor, is_mine: bool) -> Part:
     return Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape), is_mine)
 
 
-def write(path: Path, parts: Mapping[str, Part]) -> int:
-    """Those that are this rank's to write, if there are any; their bytes."""
-    mine = {name: part for name, part in parts.items() if part.is_mine and part.tensor.numel()}
-    if mine:
-        described = {name: (part.tensor.dtype, tuple(part.tensor.shape)) for name, part in mine.items()}
-        offsets = {name: {_AT: list(part.start)} for name, part in mine.items()}
-        write_pieces(path, described, lambda name: (mine[name].tensor,), {OFFSETS: json.dumps(offsets)})
-    return n_bytes(parts)
+def write(folder: Path, rank: int, parts: Parts) -> None:
+    """Those that are this rank's to write, if there are any, into files named as torch's of this layout are."""
+    mine = {name: [part for part in some if part.is_mine and part.tensor.numel()] for name, some in parts.items()}
+    count = max(map(len, mine.values()), default=0)
+    for i in range(count):
+        of_file = {name: some[i] for name, some in mine.items() if i < len(some)}
+        _write(folder / f"shard-{rank + 1:05d}-model-{i + 1:05d}-of-{count:05d}.safetensors", of_file)
 
 
-def n_bytes(parts: Mapping[str, Part]) -> int:
+def _write(path: Path, parts: Mapping[str, Part]) -> None:
+    described = {name: (part.tensor.dtype, tuple(part.tensor.shape)) for name, part in parts.items()}
+    offsets = {name: {_AT: list(part.start)} for name, part in parts.items()}
+    write_pieces(path, described, lambda name: (parts[name].tensor,), {OFFSETS: json.dumps(offsets)})
+
+
+def n_bytes(parts: Parts) -> int:
     """Of what this rank writes."""
-    return sum(part.tensor.nbytes for part in parts.values() if part.is_mine)
+    return sum(part.tensor.nbytes for some in parts.values() for part in some if part.is_mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +185,13 @@ def index(paths: Sequence[Path]) -> dict[str, list[Stored]]:
     return found
 
 
-def read(paths: Sequence[Path], into: Mapping[str, Part]) -> None:
+def read(paths: Sequence[Path], into: Parts) -> None:
     """Fill every part from the files; CheckpointError where one is not all there."""
     from safetensors import SafetensorError, safe_open
 
     stored, opened = index(paths), {}
     try:
-        for name, part in into.items():
+        for name, part in ((name, part) for name, some in into.items() for part in some):
             left = part.tensor.numel()
             for one in stored.get(name, ()):
                 if one.path not in opened:
@@ -174,7 +242,7 @@ def join(paths: Sequence[Path], path: Path) -> None:
                     yield file.get_tensor(name)
             return
         whole = torch.empty(shape, dtype=parts[0].dtype)
-        read(paths, {name: Part(whole, (0,) * len(shape), shape)})
+        read(paths, {name: [Part(whole, (0,) * len(shape), shape)]})
         yield whole
 
     write_pieces(path, described, pieces)
