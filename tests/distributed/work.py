@@ -18,7 +18,7 @@ from finefit.ledger import Ledger
 from finefit.mesh import Mesh
 from finefit.meshes import techniques_of_mesh
 from finefit.nn.optimizers import Optimizing
-from finefit.parts import local
+from finefit.parts import all_cuts, local
 from finefit.run import of_share
 from finefit.techniques import from_json, in_order
 from tiny import CPU, config_of, examples_of, micro_of, spec_of
@@ -59,6 +59,9 @@ def batches_of(run, examples):
 def weights_of(run):
     """Whole, by name: every rank is asked, the first one answers."""
     found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in run.model.named_parameters()}
+    for name, cut in all_cuts(run.model).items():
+        if name in found:  # of tied weights one has the name
+            found[name] = cut.whole(found[name].detach(), run.world.group("tensor"))
     kept = {name: p.detach().double().flatten().tolist() for name, p in found.items() if p.dtype.is_floating_point}
     return kept if run.world.is_first else {}
 

@@ -35,9 +35,11 @@ class Alone:
     """Whether ranks wait for each other in every micro-batch, so that all must have as many."""
     parts: list[Dimension]
     """Along which the model's gradients are in parts, when it is stepped."""
+    counted_elsewhere: set[torch.nn.Parameter]
+    """What of that is held alike by several ranks, and is another's to count in a norm."""
 
     def __init__(self) -> None:
-        self.parts = []
+        self.parts, self.counted_elsewhere = [], set()
 
     @property
     def is_first(self) -> bool:

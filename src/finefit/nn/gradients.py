@@ -12,7 +12,7 @@ from ..scratch import is_mapped, let_go
 
 def global_norm(parameters: Sequence[Parameter], world: Alone) -> Tensor:
     """2-norm of all gradients together, those of all ranks that have parts of them too; changes none."""
-    norm = _norm_here(parameters)
+    norm = _norm_here([p for p in parameters if p not in world.counted_elsewhere])
     return world.total(norm.square_()).sqrt_() if world.size > 1 else norm
 
 

@@ -10,6 +10,7 @@ stepped is gathered by all.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..engines.world import Alone
 from .optimizers import Home
 
 # torch 2.13's name, and that of 2.11
@@ -121,3 +123,47 @@ class RowsStepped(Replicated):
     def cleared(self) -> None:
         for parameter in self._rows:
             parameter.grad = None
+
+
+class Summed(Home):
+    """Around another: what each rank of ``group`` has of a gradient is a term of a sum, of the weights that all hold whole.
+
+    ``is_whole`` tells them; they are summed once a step, when all else is.
+    """
+
+    def __init__(
+        self, inner: Home, group: dist.ProcessGroup, is_whole: Callable[[Parameter], bool], world: Alone
+    ) -> None:
+        self.inner, self.group, self.is_whole, self.world = inner, group, is_whole, world
+        self.terms: list[Parameter] = []
+        """What is stepped of them."""
+
+    def of(self, parameter: Parameter) -> Parameter:
+        stepped = self.inner.of(parameter)
+        if self.is_whole(parameter):
+            self.terms.append(stepped)
+            if dist.get_rank(self.group):
+                self.world.counted_elsewhere.add(stepped)
+        return stepped
+
+    def before(self, is_last: bool) -> None:
+        self.inner.before(is_last)
+
+    def gather(self) -> None:
+        self.inner.gather()
+        asked = [
+            dist.all_reduce(one.grad, group=self.group, async_op=True)
+            for one in self.terms
+            if one.grad is not None and one.numel()
+        ]
+        for one in asked:
+            one.wait()
+
+    def back(self, parameters: Sequence[Parameter]) -> None:
+        self.inner.back(parameters)
+
+    def over(self) -> None:
+        self.inner.over()
+
+    def cleared(self) -> None:
+        self.inner.cleared()

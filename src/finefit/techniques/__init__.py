@@ -33,10 +33,10 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Precision,
     QuantizedBase,
     Lora,
-    TensorParallel,
     PipelineParallel,
     DataParallel,
     Zero,
+    TensorParallel,  # around what the others do with gradients
     OptimizerStates,
     FusedOps,
     Fp32Islands,  # of the modules that are there at last

@@ -39,7 +39,8 @@ class FusedLoss(Technique):
 
         hidden_rh = hidden_bsh.flatten(0, 1).index_select(0, batch.row_r)
         kind = hidden_rh.device.type
-        form, head = Logits.of(model.config.get_text_config()), model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        form = Logits.of(model.config.get_text_config(), head)
         if is_island(head):
             hidden_rh = hidden_rh.float()
         elif torch.is_autocast_enabled(kind):
