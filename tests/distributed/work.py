@@ -51,6 +51,10 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
 
 
+def trained_family(mesh, techniques, family, config, *how):
+    return trained(mesh, techniques, {"family": family, **config}, *how)
+
+
 def batches_of(run, examples):
     groups = shared_out([len(ids) for ids, _ in examples], run.split, run.world.data_size, run.world.lockstep)
     return [of_share(run, examples, group) for group in groups[run.world.data_rank]]

@@ -8,7 +8,8 @@ A process alone has a world, too, which asks nobody.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
@@ -82,10 +83,14 @@ class World(Alone):
         self.devices: DeviceMesh = init_device_mesh(kind, degrees, mesh_dim_names=DIMENSIONS)
         place = dict(zip(DIMENSIONS, self.devices.get_coordinate() or (), strict=True))
         self.place: dict[Dimension, int] = place
+        self._groups = {name: self.devices[name].get_group() for name in DIMENSIONS}  # a part of a mesh is tensors
         self.data_rank, self.data_size = place["replicas"] * mesh.shards + place["shards"], mesh.data
 
     def along(self, *dimensions: Dimension) -> DeviceMesh:
         return self.devices[dimensions]
+
+    def group(self, dimension: Dimension) -> dist.ProcessGroup:
+        return self._groups[dimension]
 
     def summed(self, values: Sequence[float]) -> list[float]:
         told = torch.tensor(list(values), dtype=torch.float64, device=self.kind)
@@ -109,6 +114,22 @@ class World(Alone):
 
     def wait(self) -> None:
         self.any(False)  # barrier of gloo and of NCCL differ in whom they warn of what
+
+
+@contextmanager
+def pretended(mesh: Mesh) -> Iterator[Alone]:
+    """The world of the first of ranks that are not there: what they would say has a shape, and no value."""
+    if mesh.devices == 1:
+        yield Alone()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=0, world_size=mesh.devices, store=store)
+    try:
+        yield World(mesh, "cpu")
+    finally:
+        dist.destroy_process_group()
 
 
 def is_rank() -> bool:

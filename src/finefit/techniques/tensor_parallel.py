@@ -59,7 +59,8 @@ class TensorParallel(Technique):
             return group if half == "A" else self._rows(group)
         if layer in ROWS and leaf == "weight":
             return group if half == "B" else replace(group, numel=group.numel // self.ranks, columns=group.columns // self.ranks)
-        if group.role == "norm" and (".self_attn." not in group.name or group.numel == head_dim):
+        is_of_heads = ".self_attn." in group.name
+        if group.role in ("norm", "bias") and layer not in ROWS and (not is_of_heads or group.numel == head_dim):
             return group
         raise Unsuitable(f"how {group.name} is to be divided among devices is not known")
 
