@@ -17,8 +17,8 @@ from pathlib import Path
 from finefit import catalog, coefficients
 from finefit.candidates import rewrite
 from finefit.layout import Micro
-from finefit.spec import ModelSpec
 from finefit.reading import RANKS
+from finefit.spec import ModelSpec
 from finefit.techniques import (
     FusedLoss,
     FusedOps,

@@ -75,7 +75,8 @@ class Cut:
     def whole(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The weight of which each rank of ``group`` has its part; all are to ask."""
         made = own.new_zeros(self.shape)
-        for (start, stop), part in zip(self.ranges, own.split([b - a for a, b in self.ranges], self.dim), strict=True):
+        parts = torch.split(own, [stop - start for start, stop in self.ranges], self.dim)
+        for (start, stop), part in zip(self.ranges, parts, strict=True):
             made.narrow(self.dim, start, stop - start).copy_(part)
         dist.all_reduce(made, group=group)
         return made

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, LORA, MICRO, SGD, as_alone, differences
+
 from tiny import FAMILIES
 
 PLAIN = ({"name": "precision", "kind": "fp32"},)

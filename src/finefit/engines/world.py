@@ -124,8 +124,7 @@ def pretended(mesh: Mesh) -> Iterator[Alone]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store = FakeStore()  # type: ignore[no-untyped-call]
-    dist.init_process_group("fake", rank=0, world_size=mesh.devices, store=store)
+    dist.init_process_group("fake", rank=0, world_size=mesh.devices, store=FakeStore())
     try:
         yield World(mesh, "cpu")
     finally:

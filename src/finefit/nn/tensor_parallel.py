@@ -98,30 +98,29 @@ class Rows:
 def cut_weights(model: Any, place: tuple[int, int], columns: Sequence[str], rows: Sequence[str]) -> None:
     """Leave of the model, which is on meta, the part of rank ``place[0]`` of ``place[1]``: of the layers with these short
     names some outputs (``columns``) or inputs (``rows``), and some of the vocabulary."""
-    for block in blocks_of(model):
-        for parent in list(block.modules()):
-            for name, layer in list(parent.named_children()):
-                if name in columns:
-                    sections = _sections(name, parent, layer.out_features)
-                    _cut(layer, {"weight": 0, "bias": 0, "lora_B": 0}, sections, place)
-                    layer.out_features = _own(layer).shape[0]
-                elif name in rows:
-                    _cut(layer, {"weight": 1, "lora_A": 1}, [layer.in_features], place)
-                    layer.in_features = _own(layer).shape[1]
-    for block in blocks_of(model):
-        for parent in block.modules():
-            if any(name in columns for name, _ in parent.named_children()):
-                _count(parent, place[1])
+    for parent in blocks_of(model).modules():
+        for name, layer in parent.named_children():
+            if name in columns:
+                _cut_columns(layer, _sections(name, parent, layer.out_features), place)
+            elif name in rows:
+                _cut_rows(layer, place)
+        if any(name in columns for name, _ in parent.named_children()):
+            _count(parent, place[1])
     for table in {id(m): m for m in (model.get_input_embeddings(), model.get_output_embeddings())}.values():
         _cut_vocabulary(table, place)
 
 
-def _own(layer: Any) -> Tensor:
-    weight: Tensor = layer.weight
-    return weight
+def _cut_columns(layer: Any, sections: Sequence[int], place: tuple[int, int]) -> None:
+    _cut(layer, {"weight": 0, "bias": 0, "lora_B": 0}, sections, place)
+    layer.out_features = layer.weight.shape[0]
 
 
-def _sections(name: str, parent: Any, size: int) -> list[int]:
+def _cut_rows(layer: Any, place: tuple[int, int]) -> None:
+    _cut(layer, {"weight": 1, "lora_A": 1}, [layer.in_features], place)
+    layer.in_features = layer.weight.shape[1]
+
+
+def _sections(name: str, parent: Any, size: Any) -> list[int]:
     """What the outputs of a layer are made of, of which each rank has a part: queries, keys and values; gate and up."""
     if name == "qkv_proj":
         keys = parent.num_key_value_heads * parent.head_dim

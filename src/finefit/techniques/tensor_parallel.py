@@ -43,7 +43,9 @@ class TensorParallel(Technique):
         if model.num_experts:
             raise Unsuitable("a mixture's experts are not divided by rows and columns yet")
         if model.extra or not model.packs:
-            raise Unsuitable(f"the layers of this '{model.family}' model are its own, and where to cut them is not known")
+            raise Unsuitable(
+                f"the layers of this '{model.family}' model are its own, and where to cut them is not known"
+            )
         if layout.dequantised:
             raise Unsuitable("blocks of quantised weights do not divide by rows and columns")
         groups = tuple(self._part(g, model.head_dim) for g in layout.groups)
@@ -58,7 +60,11 @@ class TensorParallel(Technique):
         if layer in COLUMNS:
             return group if half == "A" else self._rows(group)
         if layer in ROWS and leaf == "weight":
-            return group if half == "B" else replace(group, numel=group.numel // self.ranks, columns=group.columns // self.ranks)
+            return (
+                group
+                if half == "B"
+                else replace(group, numel=group.numel // self.ranks, columns=group.columns // self.ranks)
+            )
         is_of_heads = ".self_attn." in group.name
         if group.role in ("norm", "bias") and layer not in ROWS and (not is_of_heads or group.numel == head_dim):
             return group
@@ -94,6 +100,8 @@ class TensorParallel(Technique):
         if (ranks := run.world.mesh.tensor) != self.ranks:
             raise NotAsPlanned(f"tensor_parallel: {ranks} ranks share the weights, not {self.ranks}")
         cuts = all_cuts(run.model)
-        large = [name for name, p in run.model.named_parameters() if p.dim() > 1 and name not in cuts and "lora_" not in name]
+        large = [
+            name for name, p in run.model.named_parameters() if p.dim() > 1 and name not in cuts and "lora_" not in name
+        ]
         if large:
             raise NotAsPlanned(f"tensor_parallel: {len(large)} matrices are whole on each rank: {large[:3]}")
