@@ -18,7 +18,7 @@ from finefit.ledger import Ledger
 from finefit.mesh import Mesh
 from finefit.meshes import techniques_of_mesh
 from finefit.nn.optimizers import Optimizing
-from finefit.parts import local
+from finefit.parts import all_cuts, local
 from finefit.run import batches_of
 from finefit.techniques import from_json, in_order
 from tiny import CPU, config_of, examples_of, micro_of, spec_of
@@ -51,14 +51,16 @@ def fill_by_name(model, device):
     models.fill_empty(model, device)
     generator = torch.Generator(device="cpu")
     with torch.no_grad():
+        cuts = all_cuts(model)
         for name, weight in models.stored_weights(model).items():
             generator.manual_seed(zlib.crc32(name.encode()))
-            drawn = torch.randn(weight.shape, generator=generator)
-            if len(weight.shape) > 1:
-                value = drawn / weight.shape[-1] ** 0.5
+            shape = cuts[name].shape if name in cuts else weight.shape
+            drawn = torch.randn(shape, generator=generator)
+            if len(shape) > 1:
+                value = drawn / shape[-1] ** 0.5
             else:
                 value = 0.1 * drawn + (0.0 if "bias" in name else 1.0)
-            models.home_of(model).put(name, weight, value)
+            models.home_of(model).put(name, weight, cuts[name].of(value) if name in cuts else value)
 
 
 def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
@@ -71,6 +73,10 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
         examples = examples_of([length + 3 * step for length in lengths], seed=step)
         made.append(loop.optimizer_step(run, batches_of(run, examples), rate))
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
+
+
+def trained_family(mesh, techniques, family, config, *how):
+    return trained(mesh, techniques, {"family": family, **config}, *how)
 
 
 def overflowing(mesh, techniques, config, lengths):
@@ -100,6 +106,9 @@ def held_out(mesh, techniques, config, lengths):
 def weights_of(run):
     """Whole, by name: every rank is asked, the first one answers."""
     found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in run.model.named_parameters()}
+    for name, cut in all_cuts(run.model).items():
+        if name in found:  # of tied weights one has the name
+            found[name] = cut.whole(found[name].detach(), run.world.group("tensor"))
     found = {name: p for name, p in found.items() if p.dtype.is_floating_point and ".tables." not in name}
     kept = {name: p.detach().double().flatten().tolist() for name, p in found.items()}
     if run.world.mesh.stages > 1:

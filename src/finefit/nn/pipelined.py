@@ -245,6 +245,6 @@ def share_ends(run: Run, group: dist.ProcessGroup, is_first: bool) -> None:
             tied.grad = torch.zeros_like(tied)
         dist.all_reduce(local(tied.grad), group=group)
         if not is_first:
-            run.world.copies = {run.optimizer.stepped[tied]}
+            run.world.copies.add(run.optimizer.stepped[tied])
 
     run.optimizer.completing.append(complete)
