@@ -28,8 +28,8 @@ def learns_the_same(ranks, mesh, kind, config=CONFIG):
     for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     largest, whole = differences(found["weights"], alone["weights"])
-    # An adapter's B begins at zero: what is lost by rounding is a larger part of it.
-    assert largest < (4e-6 if stepped_by_sgd else 2e-6) and whole < 1e-6
+    # Products are summed in another order, so more is lost by rounding than with whole ones.
+    assert largest < 4e-6 and whole < 1e-6
 
 
 @pytest.mark.parametrize("kind", TECHNIQUES)
