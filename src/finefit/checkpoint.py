@@ -96,11 +96,10 @@ def _save_together(run: Run, step: int, folder: Path, base: str, keep: int) -> t
 
 
 def _write_parts(run: Run, building: Path, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """A file a rank of each kind, named as torch's distributed checkpoints of this layout are."""
-    number = f"shard-{run.world.rank + 1:05d}-model-00001-of-00001.safetensors"
+    """Files of a rank of each kind."""
     for kind, held in parts.items():
         (building / kind).mkdir(exist_ok=True)
-        write(building / kind / number, held)
+        write(building / kind, run.world.rank, held)
     write_tensors(building / f"random-{run.world.rank}.safetensors", generators(run.device))
 
 

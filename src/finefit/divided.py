@@ -58,7 +58,7 @@ class InPipe:
         """``held`` of one micro-batch where backward begins. ``left`` of it when that is over: the walk of a device without
         head ends without the gradient that it lets go of, or with the rows that the head would."""
         layout, others = part.layout, part.in_flight - 1
-        rows = layout.micro.tokens * layout.model.hidden_size * _row_bytes(layout)
+        rows = layout.micro.tokens // layout.mesh.tensor * layout.model.hidden_size * _row_bytes(layout)
         before = {component: round(n_bytes * others) for component, n_bytes in held.items()}
         more = _sent(part)
         if not part.is_first and not any(g.trainable for g in layout.groups if g.role == "embedding"):

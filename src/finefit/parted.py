@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import DTYPES, trained_tensors, write_pieces
+from .adapter import DTYPES, PREFIX, trained_tensors, write_pieces
 from .errors import CheckpointError
-from .parts import is_sharded, local, rows_of
+from .parts import Cut, all_cuts, is_sharded, local, rows_of
 from .run import Run
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -30,62 +30,84 @@ _TORCH = {word: dtype for dtype, word in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank holds of a tensor: where it begins in the whole, and the whole's shape. ``is_mine``: of the ranks that hold
-    the same it is this one that writes it."""
+    """What a rank holds of a tensor, and where that begins in the whole. ``is_mine``: of the ranks that hold the same it is
+    this one that writes it."""
 
     tensor: Tensor
     start: tuple[int, ...]
-    shape: tuple[int, ...]
     is_mine: bool = True
 
 
-def trained_parts(run: Run) -> dict[str, Part]:
+Parts = dict[str, list[Part]]
+"""By the tensor's name; several where a rank's rows or columns are not next to each other."""
+
+
+def trained_parts(run: Run) -> Parts:
     """Of what ``adapter.save_trained`` writes of a run on one device, by the same names."""
-    return {name: _part(run, tensor) for name, tensor in trained_tensors(run.model).items()}
-
-
-def optimizer_parts(run: Run) -> dict[str, Part]:
-    """Of the optimizer's states, by the parameter's name and the state's. One that is no tensor of the parameter's shape is
-    told apart by the rows that it is of."""
-    found: dict[str, Part] = {}
-    for name, p in run.model.named_parameters():
-        states = run.optimizer.states_of(p)
-        whole = _part(run, p.detach())
-        start, stop = run.optimizer.home.rows(p)
-        is_mine = run.world.is_first_of(sharded=(stop - start) < (p.shape[0] if p.dim() else 1))
-        for key, state in states.items():
-            if state.shape == (stop - start, *whole.shape[1:]):
-                found[f"{name}.{key}"] = Part(state, (start, *whole.start[1:]), whole.shape, is_mine)
-            elif state.dim() and (start, stop) != (0, p.shape[0]):
-                found[f"{name}.{key}@{start}-{stop}"] = _alone(state, is_mine)
-            else:
-                found[f"{name}.{key}"] = _alone(state, run.world.is_first_of(sharded=False))
+    found: Parts = {}
+    cuts = all_cuts(run.model)
+    cuts |= {f"{PREFIX}{name}.weight": cut for name, cut in cuts.items()}  # as adapters' files have it
+    for name, tensor in trained_tensors(run.model).items():
+        start, cut = rows_of(tensor)[0] if is_sharded(tensor) else 0, cuts.get(name)
+        is_mine = run.world.is_first_of(sharded=is_sharded(tensor), cut=cut is not None)
+        found[name] = list(_parts(local(tensor), start, cut, is_mine))
     return found
 
 
-def _part(run: Run, tensor: Tensor) -> Part:
-    shape = tuple(tensor.shape)
-    start = (rows_of(tensor)[0], *[0] * (len(shape) - 1)) if is_sharded(tensor) else (0,) * len(shape)
-    return Part(local(tensor), start, shape, run.world.is_first_of(sharded=is_sharded(tensor)))
+def optimizer_parts(run: Run) -> Parts:
+    """Of the optimizer's states, by the parameter's name and the state's. One that is no tensor of the parameter's shape is
+    told apart by what it is of."""
+    found: Parts = {}
+    cuts = all_cuts(run.model)
+    for name, p in run.model.named_parameters():
+        cut, (start, stop) = cuts.get(name), run.optimizer.home.rows(p)
+        is_mine = run.world.is_first_of(sharded=stop - start < (p.shape[0] if p.dim() else 1), cut=cut is not None)
+        for key, state in run.optimizer.states_of(p).items():
+            if state.shape == (stop - start, *p.shape[1:]):
+                found[f"{name}.{key}"] = list(_parts(state, start, cut, is_mine))
+            elif state.dim() and (cut or (start, stop) != (0, p.shape[0])):
+                of_cut = f" of {cut.dim}:{cut.ranges}" if cut else ""
+                found[f"{name}.{key}@{start}-{stop}{of_cut}"] = list(_parts(state, 0, None, is_mine))
+            else:
+                is_first = run.world.is_first_of(sharded=False, cut=False)
+                found[f"{name}.{key}"] = list(_parts(state, 0, None, is_first))
+    return found
 
 
-def _alone(tensor: Tensor, is_mine: bool) -> Part:
-    return Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape), is_mine)
+def _parts(own: Tensor, start: int, cut: Cut | None, is_mine: bool) -> Iterator[Part]:
+    """Of rows from ``start`` on of a tensor, or of what ``cut`` has left of it."""
+    if cut is None:
+        yield Part(own, (start, *[0] * (own.dim() - 1))[: own.dim()], is_mine)
+        return
+    at = 0
+    for begin, end in cut.ranges:
+        if cut.dim:
+            yield Part(own.narrow(cut.dim, at, end - begin), (start, *[0] * (cut.dim - 1), begin), is_mine)
+        elif (first := max(at, start)) < (last := min(at + end - begin, start + own.shape[0])):
+            yield Part(own[first - start : last - start], (begin + first - at, *[0] * (own.dim() - 1)), is_mine)
+        at += end - begin
 
 
-def write(path: Path, parts: Mapping[str, Part]) -> int:
-    """Those that are this rank's to write, if there are any; their bytes."""
-    mine = {name: part for name, part in parts.items() if part.is_mine and part.tensor.numel()}
-    if mine:
-        described = {name: (part.tensor.dtype, tuple(part.tensor.shape)) for name, part in mine.items()}
-        offsets = {name: {_AT: list(part.start)} for name, part in mine.items()}
-        write_pieces(path, described, lambda name: (mine[name].tensor,), {OFFSETS: json.dumps(offsets)})
-    return n_bytes(parts)
+def write(folder: Path, rank: int, parts: Mapping[str, Sequence[Part]]) -> None:
+    """Those that are this rank's to write, if there are any: a file, and more for what has several parts, named as torch's
+    distributed checkpoints of this layout are."""
+    mine = {name: [part for part in some if part.is_mine and part.tensor.numel()] for name, some in parts.items()}
+    count = max(map(len, mine.values()), default=0)
+    for number in range(count):
+        held = {name: some[number] for name, some in mine.items() if number < len(some)}
+        path = folder / f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}.safetensors"
+        _write(path, held)
 
 
-def n_bytes(parts: Mapping[str, Part]) -> int:
+def _write(path: Path, held: Mapping[str, Part]) -> None:
+    described = {name: (part.tensor.dtype, tuple(part.tensor.shape)) for name, part in held.items()}
+    offsets = {name: {_AT: list(part.start)} for name, part in held.items()}
+    write_pieces(path, described, lambda name: (held[name].tensor,), {OFFSETS: json.dumps(offsets)})
+
+
+def n_bytes(parts: Mapping[str, Sequence[Part]]) -> int:
     """Of what this rank writes."""
-    return sum(part.tensor.nbytes for part in parts.values() if part.is_mine)
+    return sum(part.tensor.nbytes for some in parts.values() for part in some if part.is_mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +139,18 @@ def index(paths: Sequence[Path]) -> dict[str, list[Stored]]:
     return found
 
 
-def read(paths: Sequence[Path], into: Mapping[str, Part]) -> None:
+def read(paths: Sequence[Path], into: Mapping[str, Sequence[Part]]) -> None:
     """Fill every part from the files; CheckpointError where one is not all there."""
     from safetensors import SafetensorError, safe_open
 
     stored, opened = index(paths), {}
     try:
-        for name, part in into.items():
-            left = part.tensor.numel()
+        for name, parts in into.items():
+            left = sum(part.tensor.numel() for part in parts)
             for one in stored.get(name, ()):
                 if one.path not in opened:
                     opened[one.path] = safe_open(one.path, framework="pt")
-                left -= _copy(opened[one.path], name, one, part)
+                left -= sum(_copy(opened[one.path], name, one, part) for part in parts)
             if left:
                 raise CheckpointError(f"{name} is missing or of another shape", where=str(paths[0].parent),
                                       hint=_hint(name, stored))  # fmt: skip
@@ -174,7 +196,7 @@ def join(paths: Sequence[Path], path: Path) -> None:
                     yield file.get_tensor(name)
             return
         whole = torch.empty(shape, dtype=parts[0].dtype)
-        read(paths, {name: Part(whole, (0,) * len(shape), shape)})
+        read(paths, {name: [Part(whole, (0,) * len(shape))]})
         yield whole
 
     write_pieces(path, described, pieces)

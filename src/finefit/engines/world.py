@@ -94,8 +94,8 @@ class World(Alone):
         dist.broadcast_object_list(said)
         return said[0]
 
-    def is_first_of(self, *, sharded: bool) -> bool:
-        alike = ["replicas"] if sharded else ["replicas", "shards"]
+    def is_first_of(self, *, sharded: bool, cut: bool) -> bool:
+        alike = ["replicas", *([] if sharded else ["shards"]), *([] if cut else ["tensor"])]
         names = self.holding.mesh_dim_names or ()
         place = dict(zip(names, self.holding.get_coordinate() or (), strict=True))
         return not any(place[dimension] for dimension in alike)

@@ -87,7 +87,8 @@ class Pipelined(Passes):
 
     @staticmethod
     def _shape(run: Run, row: MicroBatch) -> tuple[int, int, int]:
-        return 1, row.ids_bs.numel(), run.model.config.get_text_config().hidden_size
+        tokens = row.ids_bs.numel() // run.world.mesh.tensor
+        return 1, tokens, run.model.config.get_text_config().hidden_size
 
     def score(self, run: Run, batch: MicroBatch, ledger: Ledger | NoLedger) -> Tensor:
         row, ranks, loss = (

@@ -171,14 +171,20 @@ def divide_rows(run: Run, group: dist.ProcessGroup) -> None:
             if any(cuts_of(module) for module in half.modules()):
                 half.register_forward_pre_hook(functools.partial(_before, rows), with_kwargs=True)
                 half.register_forward_hook(functools.partial(_after, rows))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for table in (embedding, head):
-        ((start, stop),) = cuts_of(table)["weight"].ranges
-        table.vocabulary = PartOfVocabulary(start, stop, group)
-    embedding.forward = _Lookup(embedding, rows)
+    model.get_decoder().register_forward_pre_hook(functools.partial(_see, rows), with_kwargs=True)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if cut := cuts_of(table).get("weight"):  # it may be on another stage of a pipeline
+            ((start, stop),) = cut.ranges
+            table.vocabulary = PartOfVocabulary(start, stop, group)
+            if isinstance(table, nn.Embedding):
+                table.forward = _Lookup(table, rows)  # type: ignore[method-assign, assignment]
     run.loss = _Loss(run.loss, rows)
     run.world.parts.append("tensor")
     sum_terms(run, group)
+
+
+def _see(rows: Rows, _decoder: nn.Module, _args: Any, kwargs: Any) -> None:
+    rows.shape = kwargs["input_ids"].shape
 
 
 def _before(rows: Rows, _half: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -198,7 +204,6 @@ class _Lookup:
         self.run, self.vocabulary, self.rows = embedding.forward, embedding.vocabulary, rows
 
     def __call__(self, ids_bs: Tensor) -> Tensor:
-        self.rows.shape = ids_bs.shape
         index_bs, is_elsewhere_bs = self.vocabulary.looked_up(ids_bs)
         return self.rows.summed(self.run(index_bs).masked_fill_(is_elsewhere_bs[..., None], 0.0))
 
