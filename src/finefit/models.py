@@ -139,6 +139,13 @@ def num_parameters(model: Any) -> int:
     return sum(cuts[name].numel if name in cuts else weight.numel() for name, weight in each.items())
 
 
+def num_trainable(model: Any) -> int:
+    """Elements of what trains."""
+    cuts = all_cuts(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return sum(cuts[name].numel if name in cuts else p.numel() for name, p in trained.items())
+
+
 def fill_random(seed: int) -> Fill:
     """Small random weights, the same for a seed and a shape: for tests and for timing without a checkpoint."""
 

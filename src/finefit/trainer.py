@@ -244,7 +244,7 @@ def _rehearse(job: Job, run: Run, log: EventLog, worst: list[int]) -> adapt.Meas
 def _tell_build(job: Job, run: Run, log: EventLog, seconds: float, verified: bool) -> None:
     log.write(
         "build", seconds=seconds, parameters=models.num_parameters(run.model),
-        trainable=sum(p.numel() for p in trainable(run.model)),
+        trainable=models.num_trainable(run.model),
         techniques=[{"name": t.name, "says": t.describe(), "verified": verified} for t in job.plan.techniques],
     )  # fmt: skip
 

@@ -116,3 +116,41 @@ def test_a_ranks_bytes_are_those_that_are_predicted(two, kind, micro_steps):
 def test_so_are_those_of_meshes(four, mesh, kind, micro_steps):
     for predicted, measured in bytes_as_predicted(four, FOUR[mesh], kind, micro_steps):
         assert predicted == pytest.approx(measured, rel=0.03)
+
+
+CUT = {
+    "full": (FULL, CONFIG), "lora": ((*FULL, LORA), CONFIG),
+    "8-bit states": ((*FULL, {"name": "optimizer_states", "kind": "adamw_8bit", "chunk": 2**12}), CONFIG),
+    "one matrix of several": (FULL, {"family": "phi3", "num_hidden_layers": 3, **FAMILIES["phi3"]}),
+}  # fmt: skip
+ON = [
+    pytest.param(*way, marks=() if way in ((TWO, {}, "lora"), (TWO, {}, "one matrix of several")) else pytest.mark.slow)
+    for kind in CUT
+    for way in ((TWO, {}, kind), ({}, TWO, kind), (TWO, TWO, kind), ({"shards": 2, "stage": 2}, TWO, kind))
+    if way[0] == way[1] or kind != "8-bit states"
+]
+
+
+def goes_on_elsewhere(ranks, folder, before, then, kind):
+    techniques, config = CUT[kind]
+    how = [*techniques, CLIPPED, MICRO], config
+    for mesh, steps in ((before, (0, 1)), (then, (1, 2))):
+        found = ranks.call("carried_on", mesh, *how, str(folder / "parts"), steps, LENGTHS, 1e-4)[0]
+    at_once = ranks.call("carried_on", {}, *how, str(folder / "alone"), (0, 2), LENGTHS, 1e-4)[0]
+    # Of an adapter's B, which is zero at first, AdamW makes steps of a size that rounding decides; and a part is in other
+    # blocks of 8-bit codes than the whole.
+    assert differences(found, at_once)[1] < (2e-5 if kind in ("lora", "8-bit states") else 1e-6)
+    assert ranks.call("joined", str(folder / "parts"), config, techniques)[0] == found
+
+
+@pytest.mark.parametrize(("before", "then", "kind"), ON)
+def test_another_number_of_ranks_goes_on(two, tmp_path, before, then, kind):
+    goes_on_elsewhere(two, tmp_path, before, then, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora", "one matrix of several"])
+@pytest.mark.parametrize("mesh", ["data", "zero1", "zero2", "zero3", "pipeline"])
+def test_so_do_those_of_meshes_after_one_process_and_before_it(four, tmp_path, mesh, kind):
+    goes_on_elsewhere(four, tmp_path / "to", {}, FOUR[mesh], kind)
+    goes_on_elsewhere(four, tmp_path / "from", FOUR[mesh], {}, kind)

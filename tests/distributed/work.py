@@ -6,11 +6,12 @@ import sys
 import traceback
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from finefit import divided, evaluate, loop, models, predict, trace
+from finefit import adapter, checkpoint, divided, evaluate, loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
 from finefit.engines import world as worlds
@@ -73,6 +74,31 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
         examples = examples_of([length + 3 * step for length in lengths], seed=step)
         made.append(loop.optimizer_step(run, batches_of(run, examples), rate))
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
+
+
+def carried_on(mesh, techniques, config, folder, steps, lengths, rate=1e-3):
+    """Whole weights after some ``steps`` (first, last), begun from the newest checkpoint in ``folder``, where another
+    one is saved after them."""
+    first, last = steps
+    run, _, _ = run_of(mesh, techniques, config, rate)
+    assert checkpoint.load_newest(run, Path(folder), print) == first
+    for step in range(first, last):
+        examples = examples_of([length + 3 * step for length in lengths], seed=step)
+        loop.optimizer_step(run, batches_of(run, examples), rate)
+    if run.world.size > 1 or not dist.get_rank():
+        checkpoint.save(run, last, Path(folder), "base", 2)
+    dist.barrier()
+    return weights_of(run)
+
+
+def joined(folder, config, techniques):
+    """The weights of a checkpoint as one file has them, by the names of a process alone."""
+    run, _, _ = run_of({}, techniques, config)
+    if not dist.get_rank():
+        checkpoint.consolidate(checkpoint.newest_whole(Path(folder)), run, Path(folder), "base")
+    dist.barrier()
+    adapter.load_trained(run.model, Path(folder))
+    return weights_of(run)
 
 
 def trained_family(mesh, techniques, family, config, *how):
