@@ -35,7 +35,7 @@ def plan_streams(config: Mapping[str, Any], techniques: Sequence[Technique], mic
     own, depth = part_of(config, run), int(config[depth_key(config)])
     stage = int(own[depth_key(config)])
     alone = [replace(t, blocks=-(-t.blocks * stage // depth)) if isinstance(t, Checkpointing) else t for t in alone]
-    whole = sliced(plan_stream(own, alone, micro, kind, context=mesh_of(techniques).context), run)
+    whole = plan_stream(own, alone, micro, kind, context=mesh_of(techniques).context)
     return [of_rank(part, run) for part in stages(whole, run)]
 
 

@@ -34,6 +34,8 @@ class TensorParallel(Technique):
 
     def rewrite(self, layout: Layout) -> Layout:
         model, n = layout.model, self.ranks
+        if layout.mesh.context > 1:
+            raise Unsuitable("context parallel is planned with data parallel and sharded ranks only")
         for size, what in (
             (model.num_key_value_heads, "key/value heads"), (model.num_attention_heads, "heads"),
             (model.intermediate_size, "columns of the MLP"), (ALIGNMENT, "rows, of which all batches have a multiple,"),
