@@ -30,7 +30,9 @@ def build(
 
 def load(run: Run, fill: models.Fill, seed: int = 0) -> None:
     """Give every weight its value: those of the base by ``fill``, the adapters' as they start."""
-    fill(run.model, run.device)
+    fill(run.model, run.at_rest or run.device)
+    if run.at_rest not in (None, run.device):
+        models.move_whole(run.model, run.device)
     reset_adapters(run.model, seed)
 
 

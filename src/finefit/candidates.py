@@ -43,6 +43,7 @@ from .techniques import (
 from .techniques.optimizer_offload import host_bytes
 from .techniques.parameter_offload import pinned_bytes
 from .techniques.quantized_base import CHUNK, Bits, Scales
+from .traffic import per_machine
 from .units import Budget, format_bytes
 from .updating import CHUNK as STEPPED
 from .updating import OptimizerKind, Rounding
@@ -269,7 +270,8 @@ def candidate(question: Question, size: int, tokens: int, work: Work, checkpoint
 def judged(model: ModelSpec, hardware: HardwareSpec, techniques: tuple[Technique, ...], work: Work) -> Candidate:
     """Techniques on the work of a run: predicted for its worst micro-batch, timed for its mean."""
     layouts = [rewrite(model, micro, techniques) for micro in work.largest]
-    _check_host(hardware, pinned_bytes(layouts[0]) + host_bytes(layouts[0]))
+    ranks = min(layouts[0].mesh.devices, per_machine(hardware))  # whose host is the same
+    _check_host(hardware, ranks * (pinned_bytes(layouts[0]) + host_bytes(layouts[0])))
     predicted = max((footprint(layout, hardware) for layout in layouts), key=lambda f: f.peak_bytes)
     return Candidate(techniques, work, predicted, seconds_per_step(layouts[0], work, hardware), layouts[0].mesh)
 

@@ -67,27 +67,42 @@ def _of(layout: Layout) -> _Exchanged:
 
 def _of_rank(section: Mapping[str, Any], kind: str, of: _Exchanged) -> dict[str, Any]:
     marks: list[Mark] = section["landmarks"]
-    scores = [max((_scores(poly) for poly in mark.values()), default=0) for mark in marks]
+    scores = [max((_scores(poly) for poly in mark.values()), default=0.0) for mark in marks]
     if not any(scores):
         return dict(section)
     plain, backward = kind == "plain", section["name"].startswith("backward")
-    first, last = (pick(i for i, n in enumerate(scores) if n) for pick in (min, max))
-    stays = "activation" if plain else "temporary"
     found: list[Mark] = []
     for i, (mark, n) in enumerate(zip(marks, scores, strict=True)):
-        there = (i >= first) if not backward else -int(i > last) if plain else first <= i <= last
-        if not (plain or backward or n):
-            there = False
-        changed = _with(mark, stays, of.kept * there)
+        if plain:
+            changed = _with(mark, "activation", of.kept * (_is_after(i, scores, backward) * (-1 if backward else 1)))
+        else:
+            there = _is_between(i, marks, scores, of) if backward else n > 0
+            changed = _with(mark, "temporary", of.kept * there)
         if not n:
             found.append(changed)
             continue
-        again = backward and (plain or n == max(scores))  # of its two runs the one with gradients
-        changed = _with(changed, "temporary", of.gradients if again else of.held)
-        found.append(_among(changed, of))
-        found.append(_with(_without_scores(mark), "temporary", of.queries + max(of.kept, of.held * (not again), 0)))
+        last = backward and (plain or n == max(scores))  # of the two runs of attention the one with gradients
+        found.append(_among(_with(changed, "temporary", of.gradients if last else of.held), of))
+        more = of.queries + max(of.kept, 0 if last else of.held, 0)
+        found.append(_with(_without_scores(mark), "temporary", more))
     end = _with(section["end"], "activation", of.kept * plain * (-1 if backward else 1))
     return {**section, "end": end, "landmarks": found}
+
+
+def _is_after(i: int, scores: list[float], backward: bool) -> bool:
+    """Whether a plain block has, or in backward no longer has, what attention keeps."""
+    attention = [j for j, n in enumerate(scores) if n]
+    return i > attention[-1] if backward else i >= attention[0]
+
+
+def _is_between(i: int, marks: list[Mark], scores: list[float], of: _Exchanged) -> bool:
+    """Whether a block that is computed again in backward has what attention keeps. Where no landmark tells when attention
+    was computed again, more is there from the start, and less from the MLP on."""
+    attention = [j for j, n in enumerate(scores) if n]
+    again = [j for j in attention if scores[j] < max(scores)]
+    if again or i > attention[-1]:
+        return again[0] <= i <= attention[-1] if again else False
+    return of.kept > 0 or scores[i] > 0 or any("T*f" in poly or "T*w" in poly for poly in marks[i].values())
 
 
 def _scores(poly: Poly) -> float:

@@ -12,7 +12,7 @@ from . import recompute
 from .batches import Work
 from .layout import Layout
 from .spec import HardwareSpec
-from .traffic import with_traffic
+from .traffic import per_machine, shards_brought, with_traffic
 from .updating import OptimizerKind
 
 
@@ -83,7 +83,12 @@ def seconds_per_step(layout: Layout, work: Work, hardware: HardwareSpec) -> floa
     divided = mesh.sharing * mesh.stages
     trained = sum(g.numel * g.count * g.bits // 8 for g in layout.groups if g.trainable) / divided
     if layout.gradients_on != "device":  # they go as they come
-        busy = max(busy, work.mean_steps * trained / hardware.offload_bytes_per_s(layout.gradients_on))
+        brought = shards_brought(layout, work)
+        busy = max(
+            busy,
+            work.mean_steps * trained / hardware.offload_bytes_per_s(layout.gradients_on),
+            brought / hardware.offload_bytes_per_s("host"),
+        )
     if mesh.devices > 1:
         busy = with_traffic(busy, layout, work, hardware)
     return busy + _update_s(layout, trained, divided, hardware)
@@ -93,8 +98,8 @@ def _update_s(layout: Layout, trained: float, divided: int, hardware: HardwareSp
     """Seconds of the update of ``trained`` bytes of weights, on one of ``divided`` devices."""
     if layout.gradients_on == "device" or hardware.kind == "cpu":
         seconds = _update_bytes(layout, hardware.kind) / divided / hardware.bandwidth_bytes_per_s
-    else:  # the weights go back while the next are stepped
-        moved = _update_bytes(layout, "cpu") / divided
+    else:  # the weights go back while the next are stepped, those of all devices of a host at once
+        moved = _update_bytes(layout, "cpu") / divided * min(layout.mesh.devices, per_machine(hardware))
         seconds = max(moved / _HOST_BYTES_PER_S, trained / hardware.offload_bytes_per_s("host"))
     if layout.steps_in_backward:
         seconds += sum(g.count for g in layout.groups if g.trainable) * _STEP_CALLS * _ON[hardware.kind].call_s

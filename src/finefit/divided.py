@@ -182,6 +182,7 @@ class Divided:
         sums = _sums(layout.groups, layout.graph[0] == "bf16")
         self.block, self.outer = sums.blocks // layout.depth, sums.outer
         self.gradients, self.reduced = sums.gradients // layout.depth, sums.reduced // layout.depth
+        self.passing = _passing(layout)
         self.last = f"backward {traced_blocks(layout)[-1][0]}"
         whole = sums.trained
         fresh = layout.micro_steps == 1
@@ -236,7 +237,13 @@ class Divided:
         follows = (
             of_block and backward and name != self.last
         )  # nothing is reduced before the last block, which is first
-        return self.outer + whole + self.reduced * follows
+        return self.outer + whole + self.reduced * follows + self.passing * of_block
+
+
+def _passing(layout: Layout) -> int:
+    """A block's shards on their way between device and host, where they are there: before they are cast, or gradients."""
+    placed = [g for g in layout.groups if g.place and _is_block(g)]
+    return sum(g.shard(layout.mesh.sharing) * g.count * g.bits // 8 for g in placed) // layout.depth
 
 
 def _add(parts: dict[str, int], component: str, n_bytes: int) -> None:

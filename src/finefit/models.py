@@ -114,6 +114,15 @@ def fill_empty(model: Any, device: torch.device) -> None:
     model.tie_weights()
 
 
+def move_whole(model: Any, device: torch.device) -> None:
+    """Everything that ranks do not share, to where it is computed with."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and not is_sharded(tensor):
+                    tensor.data = tensor.data.to(device)
+
+
 def stored_weights(model: Any) -> dict[str, Tensor | QuantisedWeight]:
     """What a checkpoint holds of ``model``, by its name there; both kinds take a tensor by ``copy_``."""
     quantised = {name: m for name, m in model.named_modules() if isinstance(m, QuantisedWeight)}

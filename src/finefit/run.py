@@ -163,6 +163,8 @@ class Run:
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     optimizer: Optimizer = field(default_factory=Optimizer)
     doing: Doing = field(default_factory=Doing)
+    at_rest: torch.device | None = None
+    """Where the shards of weights are that ranks share, and are stepped, if not on the device."""
     evidence: dict[str, int] = field(default_factory=dict)
     """What really happened, counted where it happens; post-conditions compare it with the plan."""
 

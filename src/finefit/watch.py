@@ -105,7 +105,7 @@ def _held(run: Run, inputs: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     """Tensors of the run by component, those that have a storage."""
     states = run.optimizer.all_held()
     buffers = [tensor for tensor in run.model.buffers() if not tensor.is_meta]
-    parameters = [tensor for tensor in run.model.parameters() if not tensor.is_meta]
+    parameters = [tensor for tensor in run.model.parameters() if tensor.device.type == run.device.type]
     return {"parameter": parameters, "optimizer_state": states, "input": [*inputs, *buffers]}
 
 

@@ -133,3 +133,28 @@ def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps
 @pytest.mark.parametrize("mesh, kind", some(OF_FOUR, KINDS, ()))
 def test_the_bytes_of_four_ranks(four, mesh, kind):
     has_the_bytes(four, OF_FOUR[mesh], kind, 2)
+
+
+ON_HOST = {"name": "optimizer_offload", "place": "host", "gradients": "host"}
+ON_DISK = {"name": "optimizer_offload", "place": "disk", "gradients": "device"}
+OFFLOADED = {
+    "full on host": (*FULL, ON_HOST), "full on disk": (*FULL, ON_DISK), "lora on host": (*TECHNIQUES["lora"], ON_HOST),
+    "checkpointed on host": (*TECHNIQUES["checkpointed"], ON_HOST), "states on disk by a host": (*FULL, {**ON_HOST, "place": "disk"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mesh, kind", some(("zero2", "zero3"), OFFLOADED, {("zero3", "full on host"), ("zero2", "full on disk")})
+)
+def test_shards_on_the_host_learn_what_one_process_does(two, mesh, kind):
+    """A host beside a GPU is played by the CPU beside itself: the same shards, copies and steps, without streams."""
+    alone = tuple(t for t in OFFLOADED[kind] if t["name"] != "optimizer_offload")
+    wanted, plain = ([*some, CLIPPED, MICRO] for some in (OFFLOADED[kind], alone))
+    rate = 1e-2 if SGD in alone else 1e-4
+    found = two.call("trained", MESHES[mesh], wanted, CONFIG, 5, LENGTHS, rate)[0]
+    expected = two.call("trained", {}, plain, CONFIG, 5, LENGTHS, rate)[0]
+    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    largest, whole = differences(found["weights"], expected["weights"])
+    assert largest < 2e-6 and whole < 1e-6
+    note(MESHES[mesh], kind, "exact", two.size)

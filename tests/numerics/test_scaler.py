@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from finefit.engines.alone import Alone
 from finefit.nn.optimizers import Optimizer, Optimizing
 from finefit.nn.scaling import Scaler
 
@@ -51,7 +52,7 @@ def test_gradients_are_unscaled_by_numbers_of_their_own_device(monkeypatch):
     parameter = nn.Parameter(torch.zeros(2, 2, device="meta"))
     optimizer = begun(parameter)
     parameter.grad = torch.zeros_like(parameter)
-    scaler = Scaler("cpu")
+    scaler = Scaler("cpu", Alone())
     scaler.scale(torch.zeros(()))
     scaler.unscale_(optimizer)
     assert seen == [("meta", "meta")]

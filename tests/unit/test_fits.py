@@ -161,7 +161,7 @@ def test_the_command_prints_json_in_seconds_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     took, heavy = done.stderr.split(maxsplit=1)
-    assert (float(took) < 8, heavy) == (True, "[]\n")
+    assert (float(took) < 16, heavy) == (True, "[]\n")
     found = json.loads(done.stdout)
     assert (found["device"], found["memory_bytes"], found["methods"]) == (
         "GPU with 22.35 GiB", 24 * 10**9, ["full", "lora", "qlora"],

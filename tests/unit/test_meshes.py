@@ -4,7 +4,7 @@ import dataclasses
 import time
 
 import pytest
-from test_search import ask
+from test_search import ask, pinned
 
 from finefit.batches import FromOrder, Uniform
 from finefit.candidates import Question, rewrite
@@ -26,6 +26,8 @@ from finefit.techniques import (
     FusedLoss,
     FusedOps,
     Lora,
+    OptimizerOffload,
+    OptimizerStates,
     PipelineParallel,
     Precision,
     QuantizedBase,
@@ -33,6 +35,8 @@ from finefit.techniques import (
     Unsuitable,
     Zero,
 )
+from finefit.techniques.optimizer_offload import host_bytes
+from finefit.techniques.parameter_offload import pinned_bytes
 from finefit.units import parse_budget
 
 GIB = 2**30
@@ -53,6 +57,14 @@ def question(gpu, job, model="meta-llama/Llama-3.1-8B", length=2048):
 
 
 FULL = JobSpec(method="full", global_batch_size=64, max_length=2048, longest=2048)
+
+
+def beside_little(asked):
+    """The same devices in a machine of 100 GiB."""
+    return dataclasses.replace(asked, hardware=dataclasses.replace(asked.hardware, host_memory_bytes=100 * GIB))
+
+
+ON_DEVICES = pinned(FULL, optimizer_offload="none")
 
 
 # --- which ways there are
@@ -275,12 +287,13 @@ def test_what_fits_no_device_is_sharded_over_several():
     assert mesh_of(plan.techniques).devices == 8
     assert plan.predicted.total_bytes <= plan.budget_bytes
     with pytest.raises(DoesNotFit, match=r"RTX 4090 may use 23\.03 GiB each"):
-        search(question("2x RTX 4090", FULL))
+        search(question("2x RTX 4090", ON_DEVICES))
 
 
 def test_more_of_the_same_devices_are_a_way_out():
+    """What two do not hold, and their host does not either."""
     with pytest.raises(DoesNotFit) as found:
-        search(question("2x RTX 4090", FULL))
+        search(beside_little(question("2x RTX 4090", FULL)))
     assert "with --gpu '8 x RTX 4090', it would fit" in found.value.hint
 
 
@@ -344,3 +357,48 @@ def test_examples_that_do_not_come_out_even_are_said() -> None:
     job = JobSpec(method="full", global_batch_size=16, max_length=1024, longest=1024)
     plan = search(Question(MODEL, hardware, job, Uniform(16, 1024), parse_budget("96%", hardware.memory_bytes)))
     assert "16 examples over 3 ranks: 6 for some, fewer for others, who wait" in plan.notes
+
+
+# --- shards on the host, and optimizers that need whole matrices
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_on_the_host_leave_what_is_gathered(stage):
+    plain, away = (divided(Zero(stage, 4), *more) for more in ((), (OptimizerOffload(),)))
+    assert states(away) == {"parameter": 0, "gradient": 0, "optimizer_state": 0}
+    held = sum(states(plain).values())
+    # Beside them the device has a block's shards for a moment: as weights before their cast, or as gradients.
+    block = states(plain)["parameter"] // MODEL.num_hidden_layers
+    saved = footprint(plain).peak_bytes - footprint(away).peak_bytes
+    assert held - states(plain)["gradient"] - 3 * block < saved <= held
+    host = pinned_bytes(away) + host_bytes(away)
+    assert host == held
+
+
+@pytest.mark.parametrize("mesh", [DataParallel(4), Zero(1, 4), TensorParallel(4), PipelineParallel(4)])
+def test_gradients_that_stay_on_their_devices_are_not_offloaded(mesh):
+    with pytest.raises(Unsuitable, match="zero2, zero3"):
+        divided(mesh, OptimizerOffload())
+
+
+@pytest.mark.parametrize("mesh", [Zero(1, 2), Zero(3, 2), TensorParallel(2)])
+@pytest.mark.parametrize("kind", ["adafactor", "apollo", "apollo_mini"])
+def test_an_optimizer_of_whole_matrices_gets_no_shards(mesh, kind):
+    with pytest.raises(Unsuitable, match=f"{kind} steps by rows and columns of whole matrices"):
+        divided(mesh, OptimizerStates(kind))
+
+
+def test_a_model_that_two_cards_do_not_hold_is_planned_beside_their_host():
+    plan = search(question("2x RTX 4090", JobSpec(method="full", global_batch_size=16, max_length=2048, longest=2048)))
+    assert {t.name: t.setting() for t in plan.techniques if t.name in ("zero", "optimizer_offload")} == {
+        "zero": "3", "optimizer_offload": "host",
+    }  # fmt: skip
+    assert plan.predicted.peak_bytes < 24 * 2**30
+
+
+def test_devices_of_one_host_share_its_memory():
+    """Of 120 GiB each would have 60 for itself."""
+    asked = question("2x RTX 4090", FULL)
+    search(dataclasses.replace(asked, hardware=dataclasses.replace(asked.hardware, host_memory_bytes=130 * GIB)))
+    with pytest.raises(DoesNotFit):
+        search(beside_little(asked))

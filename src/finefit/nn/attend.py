@@ -69,7 +69,8 @@ class PackedAttention:
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         softcap = self.attn_logit_softcapping if self.softcapped else None
         form, exchange = Form(self.scaling, window, softcap), kwargs.get("exchange") or Here()
-        out_tnd = _inside(self._turned(hidden_states, position_embeddings), bounds, form, exchange)
+        heads = self._turned(hidden_states, position_embeddings)
+        out_tnd = _inside(heads, bounds, form, exchange)
         return self.o_proj(out_tnd.view(*hidden_states.shape[:-1], -1)), None
 
     def _turned(self: Any, hidden_states: Tensor, position_embeddings: Any) -> list[Tensor]:

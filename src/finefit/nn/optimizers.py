@@ -78,6 +78,10 @@ class Home:
         """What is stepped in place of a parameter of the model."""
         return parameter
 
+    def computes_on(self, parameter: Parameter) -> torch.device:
+        """Where the model needs the parameter."""
+        return parameter.device
+
     def rows(self, parameter: Parameter) -> tuple[int, int]:
         """Which rows of the whole parameter are stepped here."""
         return 0, parameter.shape[0] if parameter.dim() else 1
@@ -141,8 +145,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def held(self, parameter: Parameter) -> list[Tensor]:
         """Its states that take memory of its device: not what is on a host beside it, or mapped from a disk."""
-        states = self.states_of(parameter).values()
-        return [t for t in states if t.device == parameter.device and not is_mapped(t)]
+        states, device = self.states_of(parameter).values(), self.home.computes_on(parameter)
+        return [t for t in states if t.device == device and not is_mapped(t)]
 
     def has_updated(self, parameter: Parameter) -> bool:
         """Whether a parameter of the model has had a gradient that it was stepped by."""

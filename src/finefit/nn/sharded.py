@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn import Parameter
 
 from ..parts import local, rows_of
@@ -43,16 +49,18 @@ def shard(run: Run, mesh: DeviceMesh, keeps_whole: bool) -> None:
     if half:
         run.context, run.passed = nullcontext, half  # what is gathered is cast, nothing else
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+    offload = OffloadPolicy() if run.at_rest is None else CPUOffloadPolicy(pin_memory=kind == "cuda")
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     whole = {p for m in run.model.modules() if isinstance(m, Tables) for p in m.parameters()}
     whole |= {p for p in run.model.parameters() if not p.dim()}
     for block in own_blocks(run.model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=not keeps_whole, mp_policy=policy, ignored_params=whole)
-    root: Any = fully_shard(Whole(run.model, run.forward), mesh=mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(block, reshard_after_forward=not keeps_whole, ignored_params=whole, **how)
+    root: Any = fully_shard(Whole(run.model, run.forward), ignored_params=whole, **how)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    run.optimizer.home = Shards(root, keeps_whole)
+    run.optimizer.home = Shards(root, keeps_whole, run.device)
     run.forward = _Through(root)
     run.world.lockstep = True
     run.world.parts.append("shards")
@@ -81,8 +89,8 @@ def _let_go(root: Any) -> None:
 class Shards(Home):
     """What is stepped of each parameter is this rank's shard."""
 
-    def __init__(self, root: Any, keeps_whole: bool) -> None:
-        self.root, self.keeps_whole = root, keeps_whole
+    def __init__(self, root: Any, keeps_whole: bool, device: torch.device) -> None:
+        self.root, self.keeps_whole, self.device = root, keeps_whole, device
         self.shards: dict[Parameter, Parameter] = {}
 
     def of(self, parameter: Parameter) -> Parameter:
@@ -90,6 +98,9 @@ class Shards(Home):
             self.root.unshard()
             self.root.reshard()
         return self.shards.setdefault(parameter, Parameter(local(parameter.detach()), requires_grad=False))
+
+    def computes_on(self, parameter: Parameter) -> torch.device:
+        return self.device
 
     def rows(self, parameter: Parameter) -> tuple[int, int]:
         return rows_of(parameter)

@@ -4,6 +4,9 @@ Gradients go to the host as they appear, are summed, clipped and stepped there b
 back: the device holds neither gradients nor states. On ``disk`` states, or sums, are pages of a file that are in the host's
 memory only while they are used. Exact: the same update of the same sum. Declines to step while the next forward runs,
 which is not.
+
+Of ranks that share weights (ZeRO-2 and ZeRO-3) the shards are on the host, their gradients and states with them, and the
+device has what is gathered: FSDP2's own offload.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +23,14 @@ AT_ONCE = 2**25  # elements whose weights go back while the next are stepped: 64
 
 
 def host_bytes(layout: Layout) -> int:
-    """Of a GPU's host between steps: states that are there, each trained weight's twin, and the sum of its gradients, with
-    two buffers of each size that gradients come by."""
-    trained = [g for g in layout.groups if g.trainable]
-    states = sum(sum(layout.update.tensors(g.piece())) * g.count for g in trained) if layout.states_on == "host" else 0
-    weights = sum(g.numel * g.count * g.bits // 8 for g in trained)
+    """Of a GPU's host between steps, of one device's: states that are there, each trained weight's twin, and the sum of its
+    gradients, with two buffers of each size that gradients come by. Shards that are there anyway need no twins."""
+    trained, ranks = [g for g in layout.groups if g.trainable], layout.mesh.sharing
+    tensors = [(layout.update.tensors(g.piece(ranks)), g.count) for g in trained]
+    states = sum(sum(each) * count for each, count in tensors) if layout.states_on == "host" else 0
+    weights = sum(g.shard(ranks) * g.count * g.bits // 8 for g in trained)
+    if layout.mesh.devices > 1:
+        return states + weights * (layout.gradients_on == "host")
     by_size = {(g.numel, g.bits) for g in trained} if layout.gradients_on != "device" else set()
     buffers = 2 * sum(numel * bits // 8 for numel, bits in by_size)
     return states + buffers + weights * {"device": 0, "disk": 1, "host": 2}[layout.gradients_on]
@@ -43,17 +49,31 @@ class OptimizerOffload(Technique):
     def rewrite(self, layout: Layout) -> Layout:
         if self.place == "host" and self.gradients == "device":
             raise Unsuitable("states on the host are stepped there, with gradients that are there")
-        if layout.mesh.devices > 1:
-            raise Unsuitable("states that are divided among devices are not offloaded yet")
-        return replace(layout, states_on=self.place, gradients_on=self.gradients)
+        layout = replace(layout, states_on=self.place, gradients_on=self.gradients)
+        return layout if self.gradients == "device" or layout.mesh.devices == 1 else self._of_shards(layout)
+
+    def _of_shards(self, layout: Layout) -> Layout:
+        mesh = layout.mesh
+        if mesh.stage < 2 or mesh.stages > 1 or mesh.tensor > 1:
+            raise Unsuitable(
+                "of several devices those that share weights (zero2, zero3) leave gradients to the host, no others"
+            )
+        if self.gradients == "disk":
+            raise Unsuitable("several ranks sum their gradients in memory")
+        groups = tuple(g if g.is_whole else replace(g, place="host") for g in layout.groups)
+        return replace(layout, groups=groups)
 
     def apply(self, run: "Run") -> None:
+        import torch
+
         from ..nn.host_step import Elsewhere, pinned
         from ..nn.mapped_states import Mapped
         from ..scratch import Scratch
 
         scratch = Scratch() if "disk" in (self.place, self.gradients) else None
-        if self.gradients != "device":
+        if self.gradients != "device" and run.world.size > 1:
+            run.at_rest = torch.device("cpu")
+        elif self.gradients != "device":
             sums = scratch.mapped if scratch and self.gradients == "disk" else pinned
             run.optimizer.home, run.optimizer.at_once = Elsewhere(run.device, sums), AT_ONCE
         if scratch and self.place == "disk":

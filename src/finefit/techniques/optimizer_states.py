@@ -44,10 +44,15 @@ class OptimizerStates(Technique):
         update = Update(self.kind, self.rounding, self.chunk)
         if self.chunk < 1 or self.chunk % 256:
             raise Unsuitable(f"a chunk of {self.chunk} elements is not whole blocks of 256")
-        if update.by_matrix and layout.mesh.tensor > 1:
-            raise Unsuitable(
-                f"{self.kind} keeps rows and columns of whole matrices, which tensor parallel cuts either way"
-            )
+        cuts = (
+            "tensor parallel"
+            if layout.mesh.tensor > 1
+            else f"zero{layout.mesh.stage}"
+            if layout.mesh.sharing > 1
+            else ""
+        )
+        if update.by_matrix and cuts:
+            raise Unsuitable(f"{self.kind} steps by rows and columns of whole matrices, which {cuts} cuts")
         trained = {group.bits for group in layout.groups if group.trainable}
         if self.rounding == "stochastic" and (16 not in trained or layout.half != "bfloat16"):
             raise Unsuitable("nothing that trains is held in bf16, so nothing is rounded: say memory.precision=bf16")

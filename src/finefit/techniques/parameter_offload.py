@@ -37,7 +37,9 @@ class ParameterOffload(Technique):
     def rewrite(self, layout: Layout) -> Layout:
         model = layout.model
         if layout.mesh.devices > 1:
-            raise Unsuitable("weights are streamed to one device, and here several share them")
+            raise Unsuitable(
+                "weights are streamed to one device; of several, zero2 or zero3 with memory.optimizer_offload=host has them on the host"
+            )
         if model.num_hidden_layers <= _SLOTS:
             raise Unsuitable(
                 f"the model has {model.num_hidden_layers} blocks, and {_SLOTS} are on the device at a time"
@@ -111,4 +113,7 @@ def pinned_bytes(layout: Layout) -> int:
     """Bytes of the host beside a CUDA device that are pinned for good: all that is streamed from there, or the two pieces
     that files are read into."""
     places = {g.place for g in layout.groups}
+    if layout.mesh.devices > 1:
+        ranks = layout.mesh.sharing
+        return sum(g.shard(ranks) * g.bits // 8 * g.count for g in layout.groups if g.place == "host")
     return STAGES if "disk" in places else sum(_aligned(g) * g.count for g in layout.groups if g.place == "host")
