@@ -14,12 +14,13 @@ Shapes: B rows of a batch, S columns, T = B·S, t = T / ranks a rank's rows, h h
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ..parts import Cut, cuts_of
 from ..run import MicroBatch, Run, blocks_of
@@ -222,9 +223,11 @@ class _Loss:
 def sum_terms(run: Run, group: dist.ProcessGroup) -> None:
     """What each rank has of the gradient of a weight that all hold whole is a term of a sum, which counts once in a norm."""
 
-    def complete() -> None:
-        cut = {module._parameters[leaf] for module in run.model.modules() for leaf in cuts_of(module)}
-        terms = [one for parameter, one in run.optimizer.stepped.items() if parameter not in cut]
+    model, world = run.model, run.world  # all of the run would be there for as long as its optimizer
+
+    def complete(stepped: Mapping[Parameter, Parameter]) -> None:
+        cut = {module._parameters[leaf] for module in model.modules() for leaf in cuts_of(module)}
+        terms = [one for parameter, one in stepped.items() if parameter not in cut]
         asked = [
             dist.all_reduce(one.grad, group=group, async_op=True)
             for one in terms
@@ -233,6 +236,6 @@ def sum_terms(run: Run, group: dist.ProcessGroup) -> None:
         for one in asked:
             one.wait()
         if dist.get_rank(group):
-            run.world.copies.update(terms)
+            world.copies.update(terms)
 
     run.optimizer.completing.append(complete)
