@@ -31,8 +31,16 @@ Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """peft's names → tensors of every adapter."""
+    return _detached(_adapters(model))
+
+
+def _detached(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _adapters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {
-        f"{PREFIX}{path}.lora_{half}.weight": getattr(layer, f"lora_{half}").detach()
+        f"{PREFIX}{path}.lora_{half}.weight": getattr(layer, f"lora_{half}")
         for path, layer in model.named_modules()
         if isinstance(layer, LoRALinear)
         for half in ("A", "B")
@@ -76,12 +84,17 @@ def save_config(model: Any, folder: Path, base: str) -> None:
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Every distinct parameter, and what else a checkpoint holds, under transformers' name; a tied head is not repeated."""
-    return {name: p.detach() for name, p in (*model.named_parameters(), *kept_buffers(model).items())}
+    return _detached(dict((*model.named_parameters(), *kept_buffers(model).items())))
 
 
 def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """What ``save_trained`` writes."""
-    return adapter_tensors(model) or model_tensors(model)
+    return _detached(trained(model))
+
+
+def trained(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The same, as the model has it."""
+    return _adapters(model) or dict((*model.named_parameters(), *kept_buffers(model).items()))
 
 
 def load_trained(model: torch.nn.Module, folder: Path) -> None:

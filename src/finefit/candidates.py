@@ -116,8 +116,8 @@ class Question:
 
     def meshes(self) -> Iterator[Mesh]:
         """Ways to divide it over the devices."""
-        longest, said = self.batches.longest, self.job.pin("context_parallel")
-        return meshes(self.hardware, self.job.global_batch_size, contexts(self.hardware, longest, said))
+        longest, said, by = self.batches.longest, self.job.pin("context_parallel"), self.job.pin("deepspeed")
+        return meshes(self.hardware, self.job.global_batch_size, contexts(self.hardware, longest, said), by)
 
     def over(self, mesh: Mesh) -> "Question":
         """The same, divided over devices so."""
@@ -304,7 +304,7 @@ def _held(model: ModelSpec, techniques: tuple[Technique, ...]) -> Layout:
 
 def techniques_of(question: Question, size: int, tokens: int, work: Work, checkpointed: int) -> tuple[Technique, ...]:
     job, kind = question.job, question.hardware.kind
-    chosen: list[Technique] = [precision_of(question), *techniques_of_mesh(question.mesh)]
+    chosen: list[Technique] = [precision_of(question), *techniques_of_mesh(question.mesh, job.pin("deepspeed.offload"))]
     if job.method == "qlora":
         bits, scales = int(job.pin("qlora.bits") or 4), job.pin("qlora.scales") or "double"
         chosen.append(QuantizedBase(cast(Bits, bits), cast(Scales, scales), CHUNK[kind]))

@@ -20,7 +20,7 @@ from torch import Tensor
 from .adapter import ADAPTER, MODEL, name_of, read_tensors, save_config, save_trained, trained_tensors, write_tensors
 from .errors import CheckpointError
 from .files import replacing_folder, write_atomically
-from .parted import join, n_bytes, optimizer_parts, read, trained_parts, write
+from .parted import Parts, join, n_bytes, optimizer_parts, read, trained_parts, write
 from .run import Run
 from .stored import starts
 from .units import format_bytes
@@ -95,8 +95,8 @@ def _save_together(run: Run, step: int, folder: Path, base: str, keep: int) -> t
     return final, _size(final)
 
 
-def _write_parts(run: Run, building: Path, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Files of a rank of each kind."""
+def _write_parts(run: Run, building: Path, parts: Mapping[str, Parts]) -> None:
+    """Files of each kind, this rank's own."""
     for kind, held in parts.items():
         (building / kind).mkdir(exist_ok=True)
         write(building / kind, run.world.rank, held)
@@ -158,6 +158,7 @@ def load_newest(run: Run, folder: Path, warn: Callable[[str, str], None]) -> int
     read(tensor_files(path, TRAINED), trained_parts(run))
     if states := optimizer_parts(run):
         read(tensor_files(path, OPTIMIZER), states)
+    run.optimizer.restored()
     _draw_as_then(path, run)
     state = json.loads((path / "state.json").read_text())
     if run.scaler.is_enabled():

@@ -58,6 +58,9 @@ def plan(  # noqa: PLR0913 (each is an option)
         Path | None, typer.Option("-o", "--output", help="write the plan here; train --plan obeys it")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="print the plan's ZeRO as DeepSpeed's settings (JSON)")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="also show each plan beside it, and why not that")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="simulate the plan on the real model beside the prediction (needs torch)")
@@ -74,7 +77,7 @@ def plan(  # noqa: PLR0913 (each is an option)
         return
     if words_of.is_foreign(words or []):
         unheard = {"--budget": budget, "--method": method, "--max-length": max_length, "-o": output}
-        switches = {"--explain": explain, "--verify": verify}
+        switches = {"--explain": explain, "--verify": verify, "--deepspeed": deepspeed}
         given = [
             option for option, value in {**unheard, **switches}.items() if value is not None and value is not False
         ]
@@ -97,6 +100,9 @@ def plan(  # noqa: PLR0913 (each is an option)
     if output:
         made.save(output)
     found = _verified(made, config, model, hardware, data) if verify else {}
+    if deepspeed:
+        print(json.dumps(planning.deepspeed_json(made, model), indent=1))
+        return
     if as_json:
         print(json.dumps({**made.to_json(), **({"verified": found} if found else {})}, indent=1))
         return

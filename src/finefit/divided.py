@@ -155,6 +155,9 @@ class _Sums:
     gradients: int
     trained: int
     reduced: int
+    last: int
+    """What is outside the blocks, gradients and the input of their reduction, and of all that the embedding's."""
+    embedding: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,10 +166,13 @@ def _sums(groups: tuple[ParamGroup, ...], cast: bool) -> _Sums:
     inside = [(g, n) for g, n in gathered if _is_block(g)]
     outer = [(g, n) for g, n in gathered if not _is_block(g)]
     gradients = sum(n for g, n in inside if g.trainable)
+    ends = [(g, n) for g, n in outer if g.trainable]
+    in_fp32 = _FP32 * sum(g.numel * g.count for g, _ in ends)
     return _Sums(
         sum(n for _, n in inside), sum(n for _, n in outer), gradients,
-        gradients + sum(n for g, n in outer if g.trainable),
+        gradients + sum(n for _, n in ends),
         _FP32 * sum(g.numel * g.count for g, _ in inside if g.trainable),
+        in_fp32 + sum(n for _, n in ends), in_fp32 + sum(n for g, n in ends if g.role == "embedding"),
     )  # fmt: skip
 
 
@@ -186,6 +192,7 @@ class Divided:
         self.last = f"backward {traced_blocks(layout)[-1][0]}"
         whole = sums.trained
         fresh = layout.micro_steps == 1
+        self.last_reduction = _last_reduction(layout, sums) if self.reduces else 0
         # The last block's buffer is let go of when the forward of all is over. Of stage 2 only a step's first micro-batch
         # gathers, before there are gradients.
         self.lets_go = self.stage == 2 and mesh.stages == 1
@@ -232,12 +239,29 @@ class Divided:
             whole = min(2, self.depth) * of_block * self.block
         elif of_block or name.endswith(("after", "loss")):  # what is gathered is copied out
             whole = (self.depth if self.stage == 2 else of_block) * self.block + self.waiting
+        elif name.endswith(
+            "before"
+        ):  # what is outside the blocks was gathered and is copied out, and so is the first of them
+            first = self.outer + self.block + self.waiting
+            whole = max(first, (self.stage == 2) * self.depth * self.block)
         else:
             whole = (self.stage == 2) * self.depth * self.block
         follows = (
             of_block and backward and name != self.last
         )  # nothing is reduced before the last block, which is first
         return self.outer + whole + self.reduced * follows + self.passing * of_block
+
+
+def _last_reduction(layout: Layout, sums: _Sums) -> int:
+    """Beside all shards, when what is outside the blocks is reduced: before its own are there, or when its gradients are gone
+    but for the embedding's, which autograd still has. Stage 2 keeps all weights but in a step's last micro-batch."""
+    trained = [g for g in layout.groups if g.trainable and not _is_block(g)]
+    shards = sum(g.shard(layout.mesh.sharing) * g.count * g.bits // 8 for g in trained)
+    first, many = layout.micro_steps == 1, layout.micro_steps > 2
+    keeps = (layout.mesh.stage == 2 and not first) * (sums.outer + sums.blocks)
+    if layout.mesh.stage == 2:
+        return keeps + max(sums.last - shards * (not many), sums.embedding + shards * many)
+    return max(sums.last - shards * first, sums.embedding + shards * (not first))
 
 
 def _passing(layout: Layout) -> int:

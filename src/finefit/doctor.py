@@ -15,6 +15,7 @@ from rich.text import Text
 from . import probe as probing
 from .hardware import calibration_path
 from .machine import Driver, Facts, Gpu, Requirement, Torch, facts
+from .toolchain import Toolchain
 from .units import format_bytes
 
 GIB = 2**30
@@ -82,6 +83,7 @@ def rows(seen: Facts) -> tuple[Row, ...]:
         *_gpu_rows(seen.driver),
         Row("packages", "torch", _torch_text(seen.torch)),
         *(Row("packages", name, version or "not installed") for name, version in seen.versions),
+        Row("packages", "deepspeed", _deepspeed_text(seen.deepspeed)),
         Row("hub", "hub", seen.hub_why_not or "reachable"),
         *(Row("cache", f"{one.label} cache", f"{format_bytes(one.used_bytes)}, {one.path}") for one in seen.caches),
         Row("rates", "rates", "measured" if seen.is_calibrated else "guessed"),
@@ -95,6 +97,7 @@ def findings(seen: Facts) -> tuple[Finding, ...]:
         *_package_findings(seen.requirements, seen.driver),
         *_torch_findings(seen.torch, seen.driver),
         *_gpu_findings(seen.driver),
+        *_deepspeed_findings(seen.deepspeed, bool(seen.driver and seen.driver.gpus)),
         *_room_findings(seen),
         *_speed_findings(seen),
     ]
@@ -176,6 +179,47 @@ def _gpu_findings(driver: Driver | None) -> list[Finding]:
     taken = [gpu for gpu in driver.gpus if gpu.used_bytes > _TAKEN_SHARE * gpu.memory_bytes]
     query = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
     return [Finding("advice", f"others use {_used_text(gpu)} of the {gpu.name}", query) for gpu in taken]
+
+
+def _deepspeed_text(deepspeed: Toolchain) -> str:
+    if not deepspeed.version:
+        return f"not installed; hardware.deepspeed alone needs it: {_pip('deepspeed')}"
+    found = (
+        deepspeed.version, deepspeed.compiler or "no C++ compiler", deepspeed.ninja or "no ninja",
+        deepspeed.cuda or "no CUDA headers", deepspeed.mpi or "no MPI (its own launcher's alone)",
+        "libaio" if deepspeed.has_libaio else "no libaio",
+    )  # fmt: skip
+    return ", ".join(found)
+
+
+def _deepspeed_findings(deepspeed: Toolchain, has_gpu: bool) -> list[Finding]:
+    """A lock stops every run that compiles the same; what is missing stops runs by DeepSpeed alone."""
+    found = [
+        Finding(
+            "advice",
+            f"a build that was killed left {lock}: who compiles the same waits for ever",
+            shlex.join(["rm", lock]),
+        )
+        for lock in deepspeed.locks
+    ]
+    if not deepspeed.version:
+        return found
+    compiles = "deepspeed compiles parts of itself when they are first used"
+    if deepspeed.lacking:
+        message = f"deepspeed does not start without {', '.join(deepspeed.lacking)}"
+        found.append(Finding("advice", message, _pip(*deepspeed.lacking)))
+    if not deepspeed.compiler:
+        found.append(Finding("advice", f"no C++ compiler: {compiles}", "apt-get install g++"))
+    if has_gpu and not deepspeed.cuda:
+        command = "conda install -c nvidia cuda-toolkit"
+        found.append(Finding("advice", f"no CUDA toolkit with headers and nvcc: {compiles}", command))
+    if not deepspeed.ninja:
+        found.append(Finding("advice", f"no ninja on the path: {compiles}", _pip("ninja")))
+    if not deepspeed.has_libaio:
+        found.append(
+            Finding("advice", "no libaio: deepspeed puts nothing on NVMe without", "apt-get install libaio-dev")
+        )
+    return found
 
 
 def _room_findings(seen: Facts) -> list[Finding]:

@@ -79,7 +79,7 @@ class Ledger(Stream, TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         if storage._cdata in self._live:
             self.died(self._live[storage._cdata])
-            held = n_bytes if storage.device.type == self.device else 0
+            held = n_bytes if storage.device.type in (self.device, "meta") else 0  # a fake tensor's is on meta
             self._live[storage._cdata] = self.born(Entry(held, 0, 0, (n_bytes,), 1, "temporary"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

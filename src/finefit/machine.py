@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .assets import models_cache
 from .catalog.resolve import cache_folder
 from .errors import ConfigError
 from .hardware import HardwareSpec, calibration_path
+from .toolchain import Toolchain, toolchain
 
 #: Instruction sets that decide how fast a CPU multiplies.
 TELLING_FLAGS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "avx512f", "avx2", "bf16", "sve", "asimd")
@@ -115,6 +116,7 @@ class Facts:
     hub_why_not: str
     is_calibrated: bool
     calibration_error: str = ""
+    deepspeed: Toolchain = field(default_factory=Toolchain)
 
 
 def facts() -> Facts:
@@ -140,6 +142,7 @@ def facts() -> Facts:
         hub_why_not=hub.why_not(),
         is_calibrated=calibration_path().is_file(),
         calibration_error=calibration_error,
+        deepspeed=toolchain(),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 Stage = Literal[0, 1, 2, 3]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Engine = Literal["torch", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Mesh:
     """Stages that each device of a pipeline has, every ``stages``-th of all: more than one where they are interleaved."""
     context: int = 1
     """Devices that share the tokens of every micro-batch."""
+    engine: Engine = "torch"
+    """Who divides what is sharded. DeepSpeed lays it out flat."""
 
     @property
     def data(self) -> int:

@@ -7,7 +7,9 @@ context parallel with tensor and pipeline parallel, and expert parallel. Torch-f
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
+from .config.deepspeed import Place
 from .data.micro import ALIGNMENT
 from .errors import ConfigError
 from .hardware import HardwareSpec
@@ -21,9 +23,15 @@ DEGREES = {"zero": "stage", "tensor_parallel": "tensor", "pipeline_parallel": "s
 LONG = 16_384  # tokens of an example, from which one device may not have room for it and others do
 
 
-def meshes(hardware: HardwareSpec, examples: int, contexts: Sequence[int] = (1,)) -> Iterator[Mesh]:
+def meshes(
+    hardware: HardwareSpec, examples: int, contexts: Sequence[int] = (1,), deepspeed: str | None = None
+) -> Iterator[Mesh]:
     """Each way to use all of the devices for a global batch of so many examples; the simplest first. So many devices may
-    share an example's tokens as ``contexts`` says."""
+    share an example's tokens as ``contexts`` says. By DeepSpeed, whose stage is said then, all of them are shards."""
+    if deepspeed is not None:
+        if hardware.count <= examples:
+            yield Mesh(shards=hardware.count, stage=cast(Stage, int(deepspeed)), engine="deepspeed")
+        return
     here = per_machine(hardware)
     for data, tensor, stages in _grids(hardware, here):
         if data <= examples and 1 in contexts:
@@ -74,8 +82,8 @@ def _of_data(data: int, inside: int, mesh: Mesh) -> Iterator[Mesh]:
             yield replace(mesh, shards=inside, replicas=data // inside, stage=stage)
 
 
-def techniques_of_mesh(mesh: Mesh) -> list[Technique]:
-    """What divides a run so."""
+def techniques_of_mesh(mesh: Mesh, offload: str | None = None) -> list[Technique]:
+    """What divides a run so. ``offload``: where DeepSpeed has states and weights, and the folder of a disk, with colons between."""
     found: list[Technique] = []
     if mesh.tensor > 1:
         found.append(TensorParallel(mesh.tensor))
@@ -86,7 +94,8 @@ def techniques_of_mesh(mesh: Mesh) -> list[Technique]:
     if mesh.replicas > 1:
         found.append(DataParallel(mesh.replicas))
     if mesh.stage:
-        found.append(Zero(mesh.stage, mesh.shards))
+        states, weights, nvme = (offload or "none:none:").split(":", 2)
+        found.append(Zero(mesh.stage, mesh.shards, mesh.engine, cast(Place, states), cast(Place, weights), nvme))
     return found
 
 
@@ -103,6 +112,6 @@ def mesh_of(techniques: Iterable[Technique]) -> Mesh:
                 mesh = replace(mesh, context=n)
             case DataParallel(n):
                 mesh = replace(mesh, replicas=n)
-            case Zero(stage, n):
-                mesh = replace(mesh, stage=stage, shards=n)
+            case Zero(stage, n, engine):
+                mesh = replace(mesh, stage=stage, shards=n, engine=engine)
     return mesh

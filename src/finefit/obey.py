@@ -11,6 +11,7 @@ from typing import Any
 from .batches import Batches
 from .candidates import judged, rewrite
 from .config import Config
+from .config.deepspeed import asked_by
 from .config.parallel import degrees
 from .errors import ConfigError, DoesNotFit
 from .footprint import Footprint
@@ -18,7 +19,7 @@ from .meshes import DEGREES, mesh_of
 from .plan import WARNING, Plan
 from .predict import footprint
 from .spec import HardwareSpec, ModelSpec
-from .techniques import Accumulation, Technique, Unsuitable
+from .techniques import Accumulation, Technique, Unsuitable, Zero
 from .units import format_bytes
 
 AGAIN = "make a plan for this run: finefit plan MODEL DATA … -o FILE"
@@ -46,6 +47,9 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
     for key, degree in degrees(wish.config.memory.parallel).items():
         if key in DEGREES and (has := getattr(mesh, DEGREES[key])) != int(degree):
             contradictions.append(f"memory.parallel is {wish.config.memory.parallel}, the plan has {key} {has}")
+    asked, zero = asked_by(wish.config), plan.technique("zero")
+    if asked and not (isinstance(zero, Zero) and zero.does(asked)):
+        contradictions.append(f"hardware.deepspeed is {asked.path}, the plan does not do what it says")
     if contradictions:
         raise ConfigError("the plan is of another run: " + "; ".join(contradictions), hint=AGAIN)
     if (devices := mesh.devices) != wish.hardware.count:

@@ -5,6 +5,8 @@ torch's distributed checkpoints of Hugging Face's kind (``torch/distributed/chec
 and join these. What a rank needs it takes from whichever files overlap with it; a file without that entry holds whole
 tensors. So nothing is ever whole on any rank, but for one tensor where parts are cut along a later dimension.
 
+What lies flat is written as boxes of the tensor that it is a stretch of, no more than three of a matrix; a file has one of each.
+
 Declines to cut anew what is in blocks of its own: moments in codes are read on as many ranks as wrote them.
 """
 
@@ -18,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import DTYPES, PREFIX, trained_tensors, write_pieces
+from .adapter import DTYPES, PREFIX, trained, write_pieces
 from .errors import CheckpointError
+from .nn.optimizers import Stretch
 from .parts import Cut, all_cuts, is_sharded, local, rows_of
 from .run import Run
 
@@ -38,39 +41,96 @@ class Part:
     is_mine: bool = True
 
 
-Parts = dict[str, list[Part]]
-"""By the tensor's name; several where a rank's rows or columns are not next to each other."""
+Parts = Mapping[str, Sequence[Part]]
+"""By the tensor's name, what this rank has of it."""
 
 
 def trained_parts(run: Run) -> Parts:
     """Of what ``adapter.save_trained`` writes of a run on one device, by the same names."""
-    found: Parts = {}
+    found: dict[str, Sequence[Part]] = {}
     cuts = all_cuts(run.model)
     cuts |= {f"{PREFIX}{name}.weight": cut for name, cut in cuts.items()}  # as adapters' files have it
-    for name, tensor in trained_tensors(run.model).items():
+    for name, tensor in trained(run.model).items():
+        if lies := run.optimizer.stretch(tensor):
+            found[name] = _boxes(lies.flat.detach(), lies)
+            continue
         start, cut = rows_of(tensor)[0] if is_sharded(tensor) else 0, cuts.get(name)
         is_mine = run.world.is_first_of(sharded=is_sharded(tensor), cut=cut is not None)
-        found[name] = list(_parts(local(tensor), start, cut, is_mine))
+        found[name] = list(_parts(local(tensor.detach()), start, cut, is_mine))
     return found
 
 
 def optimizer_parts(run: Run) -> Parts:
     """Of the optimizer's states, by the parameter's name and the state's. One that is no tensor of the parameter's shape is
     told apart by what it is of."""
-    found: Parts = {}
+    found: dict[str, Sequence[Part]] = {}
     cuts = all_cuts(run.model)
     for name, p in run.model.named_parameters():
-        cut, (start, stop) = cuts.get(name), run.optimizer.home.rows(p)
-        is_mine = run.world.is_first_of(sharded=stop - start < (p.shape[0] if p.dim() else 1), cut=cut is not None)
-        for key, state in run.optimizer.states_of(p).items():
-            if state.shape == (stop - start, *p.shape[1:]):
-                found[f"{name}.{key}"] = list(_parts(state, start, cut, is_mine))
-            elif state.dim() and (cut or (start, stop) != (0, p.shape[0])):
-                of_cut = f" of {cut.dim}:{cut.ranges}" if cut else ""
-                found[f"{name}.{key}@{start}-{stop}{of_cut}"] = list(_parts(state, 0, None, is_mine))
-            else:
-                is_first = run.world.is_first_of(sharded=False, cut=False)
-                found[f"{name}.{key}"] = list(_parts(state, 0, None, is_first))
+        if lies := run.optimizer.stretch(p):
+            found |= _flat_states(run, name, lies)
+        else:
+            found |= _own_states(run, name, p, cuts.get(name))
+    return found
+
+
+def _flat_states(run: Run, name: str, lies: Stretch) -> dict[str, Sequence[Part]]:
+    found: dict[str, Sequence[Part]] = {}
+    for key, state in run.optimizer.state[lies.flat].items():
+        if state.shape == lies.flat.shape:
+            found[f"{name}.{key}"] = _boxes(state, lies)
+        elif state.dim():
+            found[f"{key}@{lies.place}"] = list(_parts(state, 0, None, is_mine=True))
+        else:
+            found[f"{name}.{key}"] = list(_parts(state, 0, None, run.world.is_first))
+    return found
+
+
+def _boxes(flat: Tensor, lies: Stretch) -> list[Part]:
+    """Views of the stretch, as boxes of the whole tensor."""
+    found, at = [], lies.at
+    for start, shape in boxes(lies.start, lies.start + lies.numel, lies.shape):
+        n = math.prod(shape)
+        found.append(Part(flat[at : at + n].view(shape), start))
+        at += n
+    return found
+
+
+def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(where it starts, its shape) of each box that elements ``begin`` to ``end`` of a tensor of that shape are, in order."""
+    if len(shape) < 2:
+        if begin < end:
+            yield (begin,) * len(shape), (end - begin,) * len(shape)
+        return
+    inner = math.prod(shape[1:])
+    while begin < end:
+        row, inside = divmod(begin, inner)
+        rows = 0 if inside else (end - begin) // inner
+        if rows:
+            yield (row, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+            begin += rows * inner
+            continue
+        until = min(end, (row + 1) * inner)
+        for start, box in boxes(inside, until - row * inner, shape[1:]):
+            yield (row, *start), (1, *box)
+        begin = until
+
+
+def _own_states(run: Run, name: str, p: Any, cut: Cut | None) -> dict[str, Sequence[Part]]:
+    """Of a parameter that is stepped by itself, or in rows."""
+    found: dict[str, Sequence[Part]] = {}
+    if not (states := run.optimizer.states_of(p)):
+        return found
+    start, stop = run.optimizer.home.rows(p)
+    is_mine = run.world.is_first_of(sharded=stop - start < (p.shape[0] if p.dim() else 1), cut=cut is not None)
+    for key, state in states.items():
+        if state.shape == (stop - start, *p.shape[1:]):
+            found[f"{name}.{key}"] = list(_parts(state, start, cut, is_mine))
+        elif state.dim() and (cut or (start, stop) != (0, p.shape[0])):
+            of_cut = f" of {cut.dim}:{cut.ranges}" if cut else ""
+            found[f"{name}.{key}@{start}-{stop}{of_cut}"] = list(_parts(state, 0, None, is_mine))
+        else:
+            is_first = run.world.is_first_of(sharded=False, cut=False)
+            found[f"{name}.{key}"] = list(_parts(state, 0, None, is_first))
     return found
 
 
@@ -88,24 +148,22 @@ def _parts(own: Tensor, start: int, cut: Cut | None, is_mine: bool) -> Iterator[
         at += end - begin
 
 
-def write(folder: Path, rank: int, parts: Mapping[str, Sequence[Part]]) -> None:
-    """Those that are this rank's to write, if there are any: a file, and more for what has several parts, named as torch's
-    distributed checkpoints of this layout are."""
+def write(folder: Path, rank: int, parts: Parts) -> None:
+    """Those that are this rank's to write, if there are any, into files named as torch's of this layout are."""
     mine = {name: [part for part in some if part.is_mine and part.tensor.numel()] for name, some in parts.items()}
     count = max(map(len, mine.values()), default=0)
-    for number in range(count):
-        held = {name: some[number] for name, some in mine.items() if number < len(some)}
-        path = folder / f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}.safetensors"
-        _write(path, held)
+    for i in range(count):
+        of_file = {name: some[i] for name, some in mine.items() if i < len(some)}
+        _write(folder / f"shard-{rank + 1:05d}-model-{i + 1:05d}-of-{count:05d}.safetensors", of_file)
 
 
-def _write(path: Path, held: Mapping[str, Part]) -> None:
-    described = {name: (part.tensor.dtype, tuple(part.tensor.shape)) for name, part in held.items()}
-    offsets = {name: {_AT: list(part.start)} for name, part in held.items()}
-    write_pieces(path, described, lambda name: (held[name].tensor,), {OFFSETS: json.dumps(offsets)})
+def _write(path: Path, parts: Mapping[str, Part]) -> None:
+    described = {name: (part.tensor.dtype, tuple(part.tensor.shape)) for name, part in parts.items()}
+    offsets = {name: {_AT: list(part.start)} for name, part in parts.items()}
+    write_pieces(path, described, lambda name: (parts[name].tensor,), {OFFSETS: json.dumps(offsets)})
 
 
-def n_bytes(parts: Mapping[str, Sequence[Part]]) -> int:
+def n_bytes(parts: Parts) -> int:
     """Of what this rank writes."""
     return sum(part.tensor.nbytes for some in parts.values() for part in some if part.is_mine)
 
@@ -139,18 +197,18 @@ def index(paths: Sequence[Path]) -> dict[str, list[Stored]]:
     return found
 
 
-def read(paths: Sequence[Path], into: Mapping[str, Sequence[Part]]) -> None:
+def read(paths: Sequence[Path], into: Parts) -> None:
     """Fill every part from the files; CheckpointError where one is not all there."""
     from safetensors import SafetensorError, safe_open
 
     stored, opened = index(paths), {}
     try:
-        for name, parts in into.items():
-            left = sum(part.tensor.numel() for part in parts)
+        for name, part in ((name, part) for name, some in into.items() for part in some):
+            left = part.tensor.numel()
             for one in stored.get(name, ()):
                 if one.path not in opened:
                     opened[one.path] = safe_open(one.path, framework="pt")
-                left -= sum(_copy(opened[one.path], name, one, part) for part in parts)
+                left -= _copy(opened[one.path], name, one, part)
             if left:
                 raise CheckpointError(f"{name} is missing or of another shape", where=str(paths[0].parent),
                                       hint=_hint(name, stored))  # fmt: skip

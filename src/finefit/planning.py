@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import phases
 from . import plan as plans
@@ -15,6 +15,7 @@ from .batches import Batches, Uniform
 from .candidates import Question, rewrite
 from .coefficients import sections_for, trace_reckoned
 from .config import Config
+from .config import deepspeed as deepspeeds
 from .errors import ConfigError, DoesNotFit, EngineError
 from .explain import explained
 from .hardware import HardwareSpec
@@ -26,6 +27,7 @@ from .predict import footprint
 from .search import DEFAULT_BUDGET, search
 from .spec import JobSpec, ModelSpec
 from .supervise import kept
+from .techniques import Zero
 from .units import Budget, format_bytes, parse_budget
 
 if TYPE_CHECKING:
@@ -71,12 +73,13 @@ def _with_devices(machine: HardwareSpec, config: Config) -> HardwareSpec:
 
 def job_of(config: Config, data: "Data | None") -> JobSpec:
     at = config.train
+    asked = deepspeeds.asked_by(config)
     job = JobSpec(
         method=config.method, rank=config.lora.rank, alpha=config.lora.alpha, dropout=config.lora.dropout,
         targets=config.lora.names(), precision=config.memory.precision, global_batch_size=at.global_batch_size,
         max_length=at.max_length, longest=at.max_length, steps=at.steps or 0, seed=config.seed,
         pins=(*config.memory.pins(), *config.qlora.pins(), ("max_grad_norm", str(at.max_grad_norm)),
-              ("optimizer", at.optimizer)),
+              ("optimizer", at.optimizer), *(asked.pins() if asked else ())),
     )  # fmt: skip
     if data is None:
         return job
@@ -107,6 +110,9 @@ def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "D
             else f"examples count as that long, not {wanted:,}"
         )
         plan = replace(plan, notes=(*plan.notes, counted))
+    if (asked := deepspeeds.asked_by(config)) and asked.left:
+        said = f"DeepSpeed runs with finefit's own {', '.join(asked.left)}, not those of {asked.path}"
+        plan = replace(plan, notes=(*plan.notes, said))
     return foreseen(plan, model, hardware, data)
 
 
@@ -127,8 +133,10 @@ def _searched(question: Question, is_run: bool) -> Plan:
 
 def question_of(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Question:
     """What a search for this config depends on."""
-    batches = batches_of(config, model, data)
-    return Question(model, hardware, job_of(config, data), batches, budget_of(config, hardware))
+    batches, job = batches_of(config, model, data), job_of(config, data)
+    if asked := deepspeeds.asked_by(config):
+        deepspeeds.fits(asked, job.global_batch_size, hardware.count, hardware.kind)
+    return Question(model, hardware, job, batches, budget_of(config, hardware))
 
 
 def foreseen(
@@ -187,10 +195,40 @@ def obey(plan_file: Path, config: Config, model: ModelSpec, hardware: HardwareSp
 
 
 def standing(config: Config) -> Config:
-    """The config with paths that hold wherever a run is resumed from."""
+    """The config with paths that hold wherever a run is resumed from, and with what DeepSpeed's file asks for."""
+    if config.hardware.deepspeed:
+        path = str(Path(config.hardware.deepspeed).absolute())
+        hardware = config.hardware.model_copy(update={"deepspeed": path})
+        config = deepspeeds.agreed(config.model_copy(update={"hardware": hardware}))
     paths = {key: getattr(config, key) for key in ("model", "data", "eval_data")}
     known = {key: str(Path(word).absolute()) for key, word in paths.items() if word and Path(word).exists()}
     return config.model_copy(update=known)
+
+
+def deepspeed_json(plan: Plan, model: ModelSpec) -> dict[str, Any]:
+    """The plan's ZeRO as DeepSpeed's settings; ConfigError where it has none."""
+    zero = plan.technique("zero")
+    if not isinstance(zero, Zero):
+        hint = "plan for several devices: --gpu '8 x NAME'; a plan that makes replicas of all has nothing to say either"
+        raise ConfigError("the plan divides nothing by ZeRO, so there are no settings of DeepSpeed's", hint=hint)
+    elements = sum(g.numel * g.count for g in rewrite(model, Micro(1, 1, 1), plan.techniques).groups if g.trainable)
+    of: dict[str, Any] = {t.name: t for t in plan.techniques}
+    max_norm = of["clipping"].max_norm if "clipping" in of else 0.0
+    size, steps = _evenly(plan, zero.ranks)
+    settings = zero.settings(of["precision"].kind, elements, max_norm, size, steps)
+    return settings | (
+        {"train_batch_size": whole} if (whole := size * steps * zero.ranks) == plan.global_batch_size else {}
+    )
+
+
+def _evenly(plan: Plan, ranks: int) -> tuple[int, int]:
+    """(examples a micro-batch, micro-batches a step) of which every rank has as many, as DeepSpeed needs it: no fewer
+    micro-batches than the plan's most. The plan's own where ranks cannot have as many."""
+    each, left = divmod(plan.global_batch_size, ranks)
+    if left:
+        return plan.micro_batch_size, plan.gradient_accumulation_steps
+    steps = next((n for n in range(plan.gradient_accumulation_steps, each) if each % n == 0), each)
+    return each // steps, steps
 
 
 def called(config: Config) -> str:

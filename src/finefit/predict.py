@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 
-from . import phases, recompute
+from . import partitioned, phases, recompute
 from .coefficients import evaluation_is_traced, sections_for
 from .contexts import shared
 from .data.micro import width
@@ -31,6 +31,8 @@ _MOMENT = {"forward": "forward_end", "loss": "loss", "backward": "backward_peak"
 
 def states(layout: Layout) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on one device, to the byte."""
+    if (held := partitioned.of(layout)) is not None:
+        return held.states()
     found = dict(_states(layout.groups, layout.mesh.stage, layout.mesh.sharing, layout.update))
     found["parameter"] += layout.arena
     if layout.states_on != "device":
@@ -69,6 +71,8 @@ def temporary_bytes(layout: Layout) -> int:
     have to skip a step."""
     if layout.gradients_on == "host":
         return 0
+    if (held := partitioned.of(layout)) is not None:
+        return held.temporary_bytes()
     return _temporary(layout.groups, layout.mesh.sharing, layout.update, layout.half == "float16")
 
 
@@ -120,6 +124,8 @@ def of_device(part: Part, hardware: HardwareSpec | None = None) -> Footprint:
     if evaluation_is_traced(layout):
         found |= _walked(_Walk(part, {**fixed, "gradient": 0}, sizes), _evaluation(part))
     found |= phases.beside(layout, fixed, hardware.kind if hardware else "cpu")
+    if (held := partitioned.of(layout)) is not None:
+        found["load"]["parameter"] = held.loaded
     moments = {moment: found[moment] for moment in MOMENTS if moment in found}
     reserved = hardware.context_bytes if hardware else 0
     if hardware and hardware.kind == "cuda":
@@ -197,7 +203,10 @@ class _Walk:
     def __init__(self, part: Part, fixed: Mapping[str, int], sizes: Mapping[str, float]) -> None:
         layout = part.layout
         self.part, self.layout, self.fixed, self.sizes = part, layout, fixed, sizes
-        self.divided = Divided(part, fixed) if layout.mesh.devices > 1 else None
+        self.divided: Divided | partitioned.Step | None = None
+        if layout.mesh.devices > 1:
+            held = partitioned.of(layout)
+            self.divided = Divided(part, fixed) if held is None else held.step(fixed)
         self.again = layout.micro_steps > 1 and not (self.divided and self.divided.reduces)
         # Gradients that leave as they appear are what they are from a second micro-batch on: there for a moment each.
         self.again |= not layout.keeps_gradients
@@ -270,6 +279,8 @@ class _Walk:
             self.live["temporary"] += self.divided.gathered if self.divided else 0
         if name == "optimizer":
             self.live["gradient"] = self.fixed["gradient"]
+            last = self.divided.last_reduction if self.divided else 0
+            self._look("backward_peak", Section({}, {"temporary": last}, last))
             if self.pipe.before:
                 self.live |= dict.fromkeys(_HELD, 0)
 

@@ -19,15 +19,18 @@ from .candidates import rewrite
 from .catalog.folders import read_config
 from .config import Config, dump, load
 from .engines.alone import Alone
-from .errors import CheckpointError, ConfigError, DataError, ModelError
+from .errors import CheckpointError, ConfigError, DataError, EngineError, ModelError
 from .examples import Data, read_data, tokenizer_of
 from .files import hold, write_atomically
 from .hardware import HardwareSpec
 from .layout import Micro
+from .meshes import mesh_of
 from .phases import checkpoint_bytes
 from .plan import Plan
-from .planning import called, hardware_of, make_plan, obey, plan_like, warnings_of
+from .planning import called, deepspeed_json, hardware_of, make_plan, obey, plan_like, warnings_of
 from .spec import resolve_model
+from .techniques import Technique, Zero
+from .toolchain import toolchain
 from .units import format_bytes
 
 LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
@@ -92,11 +95,14 @@ def new(config: Config, plan_file: Path | None) -> Job:
     model, data = replace(resolve_model(str(asset.folder)), name=called(config)), read_data(config, tokenizer)
     hardware = hardware_of(config, None)
     plan = obey(plan_file, config, model, hardware, data) if plan_file else make_plan(config, model, hardware, data)
+    check_engine(plan.technique("zero"))
     check_disk(folder, checkpoint_bytes(rewrite(model, Micro(1, 1, 1), plan.techniques)), config.train.keep_checkpoints)
     held = hold(folder)
     run_folder(config.model_copy(update={"name": folder.name}))  # nobody was quicker
     write_atomically(folder / "config.yaml", dump(config).encode())
     plan.save(folder / "plan.json")
+    if mesh_of(plan.techniques).engine == "deepspeed":
+        write_atomically(folder / "deepspeed.json", json.dumps(deepspeed_json(plan, model), indent=1).encode())
     base = {"folder": str(asset.folder), "says": asset.says, "data": data.store.folder.name}
     write_atomically(folder / BASE, json.dumps(base).encode())
     said = tuple(sentence for sentence in (asset.says, *_said_of(data), *warnings_of(plan)) if sentence)
@@ -149,7 +155,9 @@ def again(folder: Path, overrides: Sequence[str] = (), *, holds: bool = True, is
         raise DataError("the data is not what the run began with", where=str(config.data), hint=hint)
     said = (*_said_of(data), *warnings_of(plan)) if is_new else ()
     job = Job(config, plan, hardware_of(config, None), data, tokenizer, base, folder, held, said)
-    return _otherwise(job) if overrides else job
+    job = _otherwise(job) if overrides else job
+    check_engine(job.plan.technique("zero"))
+    return job
 
 
 def _otherwise(job: Job) -> Job:
@@ -159,6 +167,21 @@ def _otherwise(job: Job) -> Job:
     write_atomically(job.folder / "config.yaml", dump(job.config).encode())
     plan.save(job.folder / "plan.json")
     return replace(job, plan=plan, said=warnings_of(plan), before=job.plan)
+
+
+def check_engine(zero: Technique | None) -> None:
+    """EngineError where the engine of a plan's ``zero`` is not here, or cannot carry out what is planned."""
+    if not isinstance(zero, Zero) or zero.engine != "deepspeed":
+        return
+    without = "without hardware.deepspeed finefit's own engine does the same"
+    if "disk" in (zero.optimizer_on, zero.parameters_on):
+        hint = f"say cpu in place of nvme; finefit plan --deepspeed writes settings for DeepSpeed by itself; {without}"
+        raise EngineError("what DeepSpeed has on NVMe is in no checkpoint of finefit's", hint=hint)
+    seen = toolchain()
+    if not seen.version or seen.lacking:
+        names = " ".join(seen.lacking or ("deepspeed",))
+        hint = f"pip install {names}; finefit doctor says what else it needs; {without}"
+        raise EngineError(f"hardware.deepspeed needs {names.replace(' ', ', ')}, not installed here", hint=hint)
 
 
 def check_base(folder: Path) -> None:

@@ -182,7 +182,9 @@ def own_state(run: Run, batch: MicroBatch, ledger: Ledger) -> None:
         ledger.mark(name)
         ledger.own(module.parameters(), "parameter")
         ledger.own((t for p in module.parameters() for t in run.optimizer.held(p)), "optimizer_state")
-    ledger.own(run.optimizer.rule.shared(), "optimizer_state")
+    ledger.own(run.optimizer.all_held(), "optimizer_state")
+    for owner, tensors in run.optimizer.own().items():
+        ledger.own(tensors, owner)
     ledger.own((p.grad for p in run.model.parameters()), "gradient")
     ledger.own((*batch.tensors(), *run.optimizer.beside), "input")
     ledger.mark(HELD)

@@ -209,6 +209,8 @@ def _build(job: Job, log: EventLog, attempt: Attempt) -> Run:
     with watch.phase("load", run) as seen:
         load(run, models.fill_from(job.model_folder), job.config.seed)
     watch.tell(log, "load", 0, seen, plan.predicted)
+    run.evidence["parameters"] = models.num_parameters(run.model)  # an engine may have nothing whole from now on
+    run.evidence["trainable"] = models.num_trainable(run.model)
     run.optimizer.begin(trainable(run.model), Optimizing(peak, at.weight_decay))
     return run
 
@@ -243,8 +245,7 @@ def _rehearse(job: Job, run: Run, log: EventLog, worst: list[int]) -> adapt.Meas
 
 def _tell_build(job: Job, run: Run, log: EventLog, seconds: float, verified: bool) -> None:
     log.write(
-        "build", seconds=seconds, parameters=models.num_parameters(run.model),
-        trainable=models.num_trainable(run.model),
+        "build", seconds=seconds, parameters=run.evidence["parameters"], trainable=run.evidence["trainable"],
         techniques=[{"name": t.name, "says": t.describe(), "verified": verified} for t in job.plan.techniques],
     )  # fmt: skip
 

@@ -106,6 +106,7 @@ def _held(run: Run, inputs: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     states = run.optimizer.all_held()
     buffers = [tensor for tensor in run.model.buffers() if not tensor.is_meta]
     parameters = [tensor for tensor in run.model.parameters() if tensor.device.type == run.device.type]
+    parameters += run.optimizer.own().get("parameter", [])
     return {"parameter": parameters, "optimizer_state": states, "input": [*inputs, *buffers]}
 
 

@@ -1,6 +1,8 @@
 """What ranks do for the tests: functions of plain values, called on all of them at once (``pool.Ranks.call``)."""
 
+import contextlib
 import json
+import math
 import os
 import sys
 import traceback
@@ -131,12 +133,14 @@ def held_out(mesh, techniques, config, lengths):
 
 def weights_of(run):
     """Whole, by name: every rank is asked, the first one answers."""
-    found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in run.model.named_parameters()}
-    for name, cut in all_cuts(run.model).items():
-        if name in found:  # of tied weights one has the name
-            found[name] = cut.whole(found[name].detach(), run.world.group("tensor"))
-    found = {name: p for name, p in found.items() if p.dtype.is_floating_point and ".tables." not in name}
-    kept = {name: p.detach().double().flatten().tolist() for name, p in found.items()}
+    with getattr(run.optimizer, "whole", contextlib.nullcontext)():
+        named = run.model.named_parameters()
+        found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in named}
+        for name, cut in all_cuts(run.model).items():
+            if name in found:  # of tied weights one has the name
+                found[name] = cut.whole(found[name].detach(), run.world.group("tensor"))
+        found = {name: p for name, p in found.items() if p.dtype.is_floating_point and ".tables." not in name}
+        kept = {name: p.detach().double().flatten().tolist() for name, p in found.items()}
     if run.world.mesh.stages > 1:
         stages = [None] * run.world.mesh.stages
         dist.all_gather_object(stages, kept, run.world.group("stages"))
@@ -157,10 +161,12 @@ def bytes_at_rest(run):
     }  # fmt: skip
 
 
-def measured(mesh, techniques, config, lengths, micro_steps):
-    """States and each moment's highest bytes, predicted and measured on this rank."""
+def measured(mesh, techniques, config, lengths, micro_steps, warm=0):
+    """States and each moment's highest bytes, predicted and measured on this rank, after ``warm`` steps."""
     run, ordered, made = run_of(mesh, techniques, config)
     batch, ledger = run.collate(examples_of(lengths)), Ledger()
+    for _ in range(warm):
+        loop.optimizer_step(run, [batch] * micro_steps, 1e-3)
     run.evidence["micro_steps"] = micro_steps
     trace.run_step(run, batch, ledger, micro_steps)
     labelled = len(batch.label_l)
@@ -178,6 +184,79 @@ def measured(mesh, techniques, config, lengths, micro_steps):
             moment: [_beside_input(said[moment]), _beside_input(seen[moment])] for moment in MOMENTS if moment in said
         },
     }
+
+
+def held_by_deepspeed(mesh, techniques, config, lengths):
+    """Bytes of weights, and of masters and states, after a step: predicted and measured on this rank."""
+    run, ordered, made = run_of(mesh, techniques, config)
+    batch = run.collate(examples_of(lengths))
+    loop.optimizer_step(run, [batch], 1e-3)
+    for technique in ordered:
+        if technique.name in ("zero", "precision", "lora"):
+            technique.verify(run, Ledger())
+    layout = rewrite(spec_of(made), micro_of(batch), ordered)
+    said = predict.states(layout)
+
+    def of(tensors):
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    seen = {"parameter": of(run.optimizer.weights()), "optimizer_state": of(run.optimizer.all_held())}
+    return [{key: said[key] for key in seen}, seen]
+
+
+def forgets(mesh, techniques, config, lengths):
+    """Loss and norm of a step, with one before it that was not finite, and without that."""
+    found = {}
+    for name in ("after", "without"):
+        run, _, _ = run_of(mesh, techniques, config)
+        if name == "after":
+            usual = run.forward
+            run.forward = lambda *args, usual=usual: usual(*args) * math.nan
+            with contextlib.suppress(loop.NotFinite):
+                loop.optimizer_step(run, batches_of(run, examples_of(lengths)), 1e-3)
+                raise AssertionError("nothing was wrong with it")
+            run.optimizer.zero_grad(set_to_none=True)
+            run.forward = usual
+        found[name] = [
+            loop.optimizer_step(run, batches_of(run, examples_of(lengths, seed=step)), 1e-3)[:2] for step in range(3)
+        ]
+    return {name: [number for step in steps for number in step] for name, steps in found.items()}
+
+
+def overflows(mesh, techniques, config, lengths):
+    """Scales before, after and beyond a step of this rank's whose gradients are beyond fp16, and the loss of the next step
+    with and without that."""
+    found = {}
+    for name in ("after", "without"):
+        run, _, _ = run_of(mesh, techniques, config)
+        scales = [run.scaler.get_scale()]
+        if name == "after":
+            usual = run.forward
+            run.forward = lambda *args, usual=usual: usual(*args) * 1e30
+            loop.optimizer_step(run, batches_of(run, examples_of(lengths)), 1e-3)
+            run.forward = usual
+            scales.append(run.scaler.get_scale())
+        loss, *_ = loop.optimizer_step(run, batches_of(run, examples_of(lengths)), 1e-3)
+        found[name] = loss
+        found.setdefault("scales", [*scales, run.scaler.get_scale()])
+    return found
+
+
+def goes_on(mesh, techniques, config, lengths, folder, other=None):
+    """Losses and norms of the last two of four steps: of one run, and of one that takes up its checkpoint of step 2, on the
+    same mesh or another one."""
+    run, _, _ = run_of(mesh, techniques, config)
+    found = []
+    for step in range(4):
+        found.append(loop.optimizer_step(run, batches_of(run, examples_of(lengths, seed=step)), 1e-3)[:2])
+        if step == 1:
+            checkpoint.save(run, 2, Path(folder), "tiny", 1)
+    again, _, _ = run_of(other or mesh, techniques, config)
+    assert checkpoint.load_newest(again, Path(folder), print) == 2
+    resumed = [
+        loop.optimizer_step(again, batches_of(again, examples_of(lengths, seed=step)), 1e-3)[:2] for step in (2, 3)
+    ]
+    return [[n for pair in pairs for n in pair] for pairs in (found[2:], resumed)]
 
 
 def _beside_input(parts):

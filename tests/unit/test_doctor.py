@@ -1,8 +1,10 @@
 """The doctor's judgement of made-up machines, the torch question in another process, and the calibration file."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from finefit.doctor import Finding, examine, findings
 from finefit.errors import EngineError
 from finefit.hardware import HardwareSpec
 from finefit.machine import Driver, Facts, Gpu, Place, Requirement, Torch
+from finefit.toolchain import Toolchain, stale_locks, toolchain
 
 GIB = 2**30
 GPU = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB, 0)
@@ -211,3 +214,61 @@ def test_measuring_that_fails_says_why(monkeypatch, tmp_path):
 def test_importing_the_doctor_imports_no_torch():
     code = "import sys, finefit.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path.home()).returncode == 0
+
+
+WHOLE = Toolchain("0.19.8", compiler="/usr/bin/c++", ninja="/usr/bin/ninja", has_libaio=True, cuda="/usr/local/cuda")
+
+
+def test_deepspeed_that_is_whole_or_not_there_is_no_finding():
+    assert findings(replace(HEALTHY, deepspeed=WHOLE)) == ()
+    (row,) = (row for row in examine(HEALTHY).rows if row.name == "deepspeed")
+    assert row.value == f"not installed; hardware.deepspeed alone needs it: {sys.executable} -m pip install deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "command"),
+    [
+        ({"lacking": ("hjson", "einops")}, "does not start without hjson, einops", "pip install hjson einops"),
+        ({"compiler": ""}, "no C++ compiler", "apt-get install g++"),
+        ({"cuda": ""}, "no CUDA toolkit", "cuda-toolkit"),
+        ({"ninja": ""}, "no ninja", "pip install ninja"),
+        ({"has_libaio": False}, "no libaio", "apt-get install libaio-dev"),
+        ({"locks": ("/home/me/a b/lock",)}, "waits for ever", "rm '/home/me/a b/lock'"),
+    ],
+)
+def test_what_deepspeed_lacks(change, message, command):
+    found = only(deepspeed=replace(WHOLE, **change))
+    assert found.kind == "advice"
+    assert message in found.message and command in found.command
+
+
+def test_cuda_headers_are_no_matter_where_there_is_no_gpu():
+    assert "no CUDA toolkit" not in str(findings(replace(HEALTHY, driver=None, deepspeed=replace(WHOLE, cuda=""))))
+
+
+def test_a_cuda_toolkit_is_one_with_headers_and_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for part in ("bin/nvcc", "include/cuda_runtime.h"):
+        assert toolchain().cuda != str(tmp_path)
+        (tmp_path / part).parent.mkdir()
+        (tmp_path / part).touch()
+    assert toolchain().cuda == str(tmp_path)
+
+
+def test_a_lock_is_stale_when_it_is_old_and_nobody_works_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name, age in (("old", 3600), ("young", 0), ("used", 3600)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        os.utime(tmp_path / name / "lock", (time.time() - age,) * 2)
+    builder = subprocess.Popen([sys.executable, "-c", "input()"], cwd=tmp_path / "used", stdin=subprocess.PIPE)
+    try:
+        assert stale_locks() == [tmp_path / "old" / "lock"]
+    finally:
+        builder.communicate(b"\n")
+
+
+def test_deepspeed_is_found_without_being_imported():
+    code = "import sys; from finefit.toolchain import toolchain; toolchain(); print('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

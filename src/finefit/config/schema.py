@@ -1,6 +1,6 @@
 """The keys of a run file. Every ``memory`` key is ``auto`` or a value that the plan must keep to.
 
-50 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
+51 keys in all. A key sets what is trained or what the plan may use; none of them switches code.
 It declines foreign spellings (each is named in a hint) and values that YAML quietly turns into something else
 (``true`` where a number belongs).
 """
@@ -286,6 +286,10 @@ class Hardware(_Section):
         "all GPUs, one CPU",
     )
     threads: Auto | Positive = Field(default="auto", description="CPU threads of each process")
+    deepspeed: Text | None = Field(
+        default=None,
+        description="DeepSpeed's JSON: several devices are divided by its engine, as its zero_optimization says",
+    )
 
 
 class Config(_Section):
@@ -360,9 +364,10 @@ _SPELLINGS: dict[str, str] = {
     "memory.fused_ops": "use_liger_kernel enable_liger_kernel",
     "memory.optimizer_offload": "offload_optimizer cpu_offload optimizer_in_cpu fsdp_offload_params",
     "memory.fused_backward_step": "optimizer_in_bwd",
+    "hardware.deepspeed": "ds_config deepspeed_config deepspeed_config_file",
     "memory.budget": "gpu_memory_limit max_memory",
     "memory.parameter_offload": "offload_param fsdp_offload_params blocks_to_swap",
-    "memory.parallel": "zero zero_stage zero_optimization fsdp deepspeed ds_config tensor_parallel tensor_parallel_degree"
+    "memory.parallel": "zero zero_stage zero_optimization fsdp tensor_parallel tensor_parallel_degree"
     " tensor_parallel_size tp_size pipeline_parallel pipeline_parallel_degree pp_size context_parallel"
     " context_parallel_degree context_parallel_size cp_size sequence_parallel_degree mesh",
     "hardware.devices": "nproc_per_node num_gpus n_gpus num_processes n_gpu gpus_per_node",

@@ -106,6 +106,20 @@ class Home:
         return nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Where in a flat tensor, of this rank's, elements of a parameter lie one after the other: ``numel`` from ``at`` on, which
+    are those from ``start`` on of the whole parameter."""
+
+    flat: Parameter
+    place: str
+    """Which flat tensor it is, and whose."""
+    at: int
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+
+
 class Optimizer(torch.optim.Optimizer):
     """Empty until ``begin``; techniques set ``rule`` and ``home`` before."""
 
@@ -143,6 +157,17 @@ class Optimizer(torch.optim.Optimizer):
         one = self.stepped.get(parameter)
         return self.state[one] if one is not None else {}
 
+    def kept_in(self, parameter: Parameter) -> torch.dtype:
+        """The type in which its updates are added up."""
+        return parameter.dtype
+
+    def stretch(self, parameter: Tensor) -> Stretch | None:
+        """Of a parameter of the model that is stepped in a flat tensor; of any other None."""
+        return None
+
+    def restored(self) -> None:
+        """What is stepped has other values: if that is a copy of the model's, give it to the model."""
+
     def held(self, parameter: Parameter) -> list[Tensor]:
         """Its states that take memory of its device: not what is on a host beside it, or mapped from a disk."""
         states, device = self.states_of(parameter).values(), self.home.computes_on(parameter)
@@ -163,6 +188,10 @@ class Optimizer(torch.optim.Optimizer):
     def all_held(self) -> list[Tensor]:
         """The same of all parameters, and the tables they share."""
         return [*self.rule.shared(), *(t for parameter in self.stepped for t in self.held(parameter))]
+
+    def own(self) -> dict[str, list[Tensor]]:
+        """What an engine holds between steps that is in no parameter's name, by component."""
+        return {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -39,17 +39,21 @@ class Whole(nn.Module):
         return self.run_through(*args)
 
 
+def half_of(run: Run) -> torch.dtype | None:
+    """The type that autocast computes in, where it is on."""
+    kind = run.device.type
+    with run.context():
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def shard(run: Run, mesh: DeviceMesh, keeps_whole: bool) -> None:
     """``keeps_whole``: blocks stay gathered from their forward to the end of backward. ``mesh``: (shards,), or (replicas,
     shards)."""
-    half, kind = None, run.device.type
-    with run.context():
-        if torch.is_autocast_enabled(kind):
-            half = torch.get_autocast_dtype(kind)
+    half = half_of(run)
     if half:
         run.context, run.passed = nullcontext, half  # what is gathered is cast, nothing else
     policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
-    offload = OffloadPolicy() if run.at_rest is None else CPUOffloadPolicy(pin_memory=kind == "cuda")
+    offload = OffloadPolicy() if run.at_rest is None else CPUOffloadPolicy(pin_memory=run.device.type == "cuda")
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     whole = {p for m in run.model.modules() if isinstance(m, Tables) for p in m.parameters()}
     whole |= {p for p in run.model.parameters() if not p.dim()}

@@ -29,8 +29,9 @@ def host_bytes(layout: Layout) -> int:
     tensors = [(layout.update.tensors(g.piece(ranks)), g.count) for g in trained]
     states = sum(sum(each) * count for each, count in tensors) if layout.states_on == "host" else 0
     weights = sum(g.shard(ranks) * g.count * g.bits // 8 for g in trained)
-    if layout.mesh.devices > 1:
-        return states + weights * (layout.gradients_on == "host")
+    if layout.mesh.devices > 1:  # DeepSpeed's masters are there beside its gradients
+        each = 2 if layout.mesh.engine == "deepspeed" else 1
+        return states + weights * each * (layout.gradients_on == "host")
     by_size = {(g.numel, g.bits) for g in trained} if layout.gradients_on != "device" else set()
     buffers = 2 * sum(numel * bits // 8 for numel, bits in by_size)
     return states + buffers + weights * {"device": 0, "disk": 1, "host": 2}[layout.gradients_on]
@@ -49,6 +50,8 @@ class OptimizerOffload(Technique):
     def rewrite(self, layout: Layout) -> Layout:
         if self.place == "host" and self.gradients == "device":
             raise Unsuitable("states on the host are stepped there, with gradients that are there")
+        if layout.mesh.engine == "deepspeed":
+            raise Unsuitable("DeepSpeed offloads as its own file says: offload_optimizer there")
         layout = replace(layout, states_on=self.place, gradients_on=self.gradients)
         return layout if self.gradients == "device" or layout.mesh.devices == 1 else self._of_shards(layout)
 

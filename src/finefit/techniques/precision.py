@@ -80,7 +80,8 @@ class Precision(Technique):
         wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.kind, torch.float32)
         embedding = run.model.get_input_embeddings()
         weight = getattr(embedding, "weight", None)  # another stage of a pipeline may have it
-        if weight is not None and weight.dtype != wanted and not is_island(embedding):
-            raise NotAsPlanned(f"precision: the embedding is {weight.dtype}, not {wanted}")
+        kept = wanted if weight is None else run.optimizer.kept_in(weight)
+        if kept != wanted and not is_island(embedding):
+            raise NotAsPlanned(f"precision: the embedding is {kept}, not {wanted}")
         if run.scaler.is_enabled() != self.is_half:
             raise NotAsPlanned(f"precision: the loss is {'not ' if self.is_half else ''}scaled, against the plan")
