@@ -17,8 +17,18 @@ from pathlib import Path
 from finefit import catalog, coefficients
 from finefit.candidates import rewrite
 from finefit.layout import Micro
+from finefit.reading import RANKS
 from finefit.spec import ModelSpec
-from finefit.techniques import FusedLoss, FusedOps, Lora, Precision, QuantizedBase, Technique, Unsuitable
+from finefit.techniques import (
+    FusedLoss,
+    FusedOps,
+    Lora,
+    Precision,
+    QuantizedBase,
+    Technique,
+    TensorParallel,
+    Unsuitable,
+)  # fmt: skip
 from finefit.trace import main as trace
 
 FULL, LORA, QLORA = (), (Lora(1),), (QuantizedBase(4), Lora(1))
@@ -30,10 +40,12 @@ FINER = ("llama",)  # families of which finer kinds of checkpointing are shipped
 
 
 def graphs() -> Iterator[list[Technique]]:
-    """Each precision and method with what the planner always uses, and the plain step."""
+    """Each precision and method with what the planner always uses, on one device and by a tensor-parallel rank, and the
+    plain step."""
     rest = itertools.product(("bf16", "bf16_mixed", "fp32"), (FULL, LORA, QLORA, EIGHT))
-    for kind, method in dict.fromkeys((*FIRST, *rest)):
-        yield [Precision(kind), *method, FusedOps(), FusedLoss(1)]
+    for divided in ((), (TensorParallel(RANKS),)):
+        for kind, method in dict.fromkeys((*FIRST, *rest)):
+            yield [Precision(kind), *method, *divided, FusedOps(), FusedLoss(1)]
     yield [Precision("fp32")]
 
 

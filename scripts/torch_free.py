@@ -8,7 +8,7 @@ import sys
 
 HEAVY = ("torch", "transformers", "safetensors", "peft", "gguf")
 MODULES = (
-    "units", "errors", "files", "hub", "poly", "catalog", "catalog.derived", "catalog.resolve", "hardware", "spec",
+    "units", "errors", "files", "hub", "poly", "reckoned", "catalog", "catalog.derived", "catalog.resolve", "hardware", "spec",
     "footprint", "layout", "events", "data", "data.formats", "data.masks", "data.micro", "data.order", "data.readers",
     "data.stdlib_docstrings", "data.tokens", "foreign", "config", "config.dialects", "techniques", "coefficients",
     "batches", "sections", "predict", "cost", "plan", "ways", "search", "explain", "fits", "report",

@@ -12,7 +12,7 @@ import torch
 from . import models
 from .engines.alone import Alone
 from .nn.optimizers import Optimizing
-from .parts import local, put
+from .parts import cuts_of, local, put
 from .run import Run, trainable
 from .techniques import Technique, in_order
 
@@ -55,8 +55,9 @@ def reset_adapters(model: Any, seed: int) -> None:
             torch.nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)  # as if they were here
         if hasattr(module, "lora_A"):
             with torch.no_grad():
-                drawn = torch.empty(module.lora_A.shape)
+                cut = cuts_of(module).get("lora_A")
+                drawn = torch.empty(cut.shape if cut else module.lora_A.shape)
                 torch.nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
-                put(module.lora_A, drawn)
+                put(module.lora_A, cut.of(drawn) if cut else drawn)
                 del drawn  # or it would be there while the next one is drawn
                 local(module.lora_B).zero_()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
-from .batches import Batches, FromOrder, Work
+from .batches import Batches, Work
 from .cost import seconds_per_step
 from .errors import ConfigError
 from .footprint import Footprint
@@ -149,11 +149,6 @@ def _wished(question: Question) -> Iterator[Mesh]:
         said.pop("zero", None)  # shared out among one, everything is as it is
     found = list(question.meshes())
     kept = [mesh for mesh in found if all(getattr(mesh, DEGREES[key]) == degree for key, degree in said.items())]
-    if isinstance(question.batches, FromOrder):  # to be trained on: nothing carries tensor parallel out yet
-        if said.get("tensor_parallel", 1) > 1:
-            hint = "leave tensor out of memory.parallel; without data it is planned"
-            raise ConfigError("tensor parallel is planned for, and not trained with yet", hint=hint)
-        kept = [mesh for mesh in kept if mesh.tensor == 1]
     if found and not kept:
         words = ", ".join(f"{key} {degree}" for key, degree in said.items())
         there = "; ".join(dict.fromkeys(mesh.says() for mesh in found[:8]))

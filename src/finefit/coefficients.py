@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from .catalog import structures
 from .errors import EngineError, ModelError, did_you_mean
 from .files import cache_folders, writable_cache, write_atomically
 from .layout import Layout
+from .reckoned import of_rank
 from .spec import digest
 
 SHIPPED = Path(__file__).parent / "catalog" / "coefficients"
 _PART = "coefficients"  # of the user's cache: traces of their own
 Sections = list[dict[str, Any]]
+_DIVIDED = "tensor"
+"""The word of a tensor-parallel rank's graph."""
 FINER = ("attention", "mlp", "selective")
 """What is traced of a block that is not checkpointed as a whole."""
 
@@ -49,13 +53,57 @@ def sections_for(layout: Layout, checkpointed: str) -> Sections:
     Blocks that are checkpointed in another way are other kinds: those of ``FINER``.
     """
     key = _with_kind(key_of(layout), checkpointed)
-    if (found := _known(layout).get(key)) is not None:
-        return found  # type: ignore[no-any-return]
-    # One process traces all that the graph's runs come to, evaluation too: most of its time is its start.
-    _traced_for(layout, sorted({key, *kinds_of(key_of(layout))} - _known(layout).keys()))
+    if (found := _at_hand(layout, key)) is None:
+        _trace(layout, {key, *kinds_of(key_of(layout))})
+        found = _at_hand(layout, key)
+    assert found is not None
+    return found
+
+
+def is_reckoned(layout: Layout) -> bool:
+    """Whether of its step, or its evaluation, there is only what is reckoned from that of a device alone."""
+    return not _kinds(layout) <= _known(layout).keys() and all(_at_hand(layout, key) for key in _kinds(layout))
+
+
+def trace_reckoned(layout: Layout) -> bool:
+    """Trace what was only reckoned; whether there was anything."""
+    if found := is_reckoned(layout):
+        _trace(layout, _kinds(layout))
+    return found
+
+
+def _kinds(layout: Layout) -> set[str]:
+    key = key_of(layout)
+    return {*kinds_of(key), f"{key} {layout.recomputed}"}
+
+
+def _trace(layout: Layout, keys: set[str]) -> None:
+    """In one process all that the graph's runs come to, evaluation too: most of its time is its start."""
+    _traced_for(layout, sorted(keys - _known(layout).keys()))
     read.cache_clear()
     _graphs.cache_clear()
-    return _known(layout)[key]  # type: ignore[no-any-return]
+
+
+def _at_hand(layout: Layout, key: str) -> Sections | None:
+    """What is traced; of a tensor-parallel rank what is reckoned, where a device that has all is traced."""
+    known = _known(layout)
+    found: Sections | None = known.get(key)
+    if found is None and f" {_DIVIDED} " in key:
+        whole = known.get(key.replace(f" {_DIVIDED} ", " "))
+        found = None if whole is None else _reckoned(key, id(whole), _Kept(whole))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Sections that are told from others by their identity, and are there for as long as that is asked for."""
+
+    sections: Sections = field(compare=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _reckoned(key: str, _identity: int, whole: _Kept) -> Sections:
+    return of_rank(whole.sections, key)
 
 
 def kinds_of(key: str) -> set[str]:
@@ -71,12 +119,12 @@ def _with_kind(key: str, kind: str) -> str:
 def is_traced(layout: Layout) -> bool:
     """Whether the layout's graph is at hand, plain and checkpointed, without a trace."""
     key = key_of(layout)
-    return {f"{key} plain", f"{key} {layout.recomputed}"} <= _known(layout).keys()
+    return all(_at_hand(layout, f"{key} {kind}") for kind in ("plain", layout.recomputed))
 
 
 def evaluation_is_traced(layout: Layout) -> bool:
     """Whether the graph of its evaluation is at hand: a plan does without rather than wait for a trace."""
-    return _with_kind(key_of(layout), "eval") in _known(layout)
+    return _at_hand(layout, _with_kind(key_of(layout), "eval")) is not None
 
 
 def _known(layout: Layout) -> Mapping[str, Any]:

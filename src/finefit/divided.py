@@ -3,8 +3,7 @@
 As FSDP2 runs it (``torch/distributed/fsdp/_fully_shard``): a unit a block and one for all else, whose weights stay gathered
 from the start of forward to the end of backward; of the blocks the one that runs and the next are whole (stage 3), or all
 of them (stage 2). A block's gradients are whole until they are reduced; the reduction's fp32 input lives until the next
-block's. Tensor parallel ranks hold a share of every section, and gather the rows before attention, the MLP and the head: a
-plain block keeps them for backward. Torch-free.
+block's. A tensor-parallel rank's sections are traced as they are. Torch-free.
 """
 
 import functools
@@ -16,10 +15,6 @@ from .mesh import Mesh
 from .sections import Section
 
 _FP32 = 4
-_INPUTS = 2  # of attention, of the MLP
-_GRADIENTS = (
-    3  # two products that read one input each make a gradient of all rows, their sum is a third: see ``slices``
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class InPipe:
         """``held`` of one micro-batch where backward begins. ``left`` of it when that is over: the walk of a device without
         head ends without the gradient that it lets go of, or with the rows that the head would."""
         layout, others = part.layout, part.in_flight - 1
-        rows = layout.micro.tokens * layout.model.hidden_size * _row_bytes(layout)
+        rows = layout.micro.tokens // layout.mesh.tensor * layout.model.hidden_size * _row_bytes(layout)
         before = {component: round(n_bytes * others) for component, n_bytes in held.items()}
         more = _sent(part)
         if not part.is_first and not any(g.trainable for g in layout.groups if g.role == "embedding"):
@@ -187,7 +182,7 @@ class Divided:
     def __init__(self, part: Part, fixed: Mapping[str, int]) -> None:
         layout, self.is_first = part.layout, part.is_first
         mesh = layout.mesh
-        self.tensor, self.stage, self.depth = mesh.tensor, mesh.stage, layout.depth
+        self.stage, self.depth = mesh.stage, layout.depth
         self.reduces = mesh.stage >= 2
         """Gradients are reduced to shards after every block's backward."""
         sums = _sums(layout.groups, layout.graph[0] == "bf16")
@@ -204,12 +199,9 @@ class Divided:
         """Of blocks that stay gathered until backward, as that is through with them."""
         self.waiting = self.block if fresh or self.stage == 3 else max(self.block - fixed["gradient"], 0)
         self.kept = (fixed["gradient"] / whole if fresh else 0.0) if self.reduces and whole else 1.0
-        width = layout.element_bytes
-        rows = layout.micro.tokens * layout.model.hidden_size * width
-        self.rows = rows - rows // self.tensor  # that a rank gets from the others
 
-    def section(self, name: str, kind: str, section: Section) -> Section:
-        end, top = self.share(section.end), self.share(section.top)
+    def section(self, name: str, section: Section) -> Section:
+        end, top = dict(section.end), dict(section.top)
         of_block = name[-1].isdigit()
         if name == "backward 0":
             self._embedding(end, top)
@@ -217,8 +209,6 @@ class Divided:
             if "gradient" in end:
                 end["gradient"] = round(end["gradient"] * self.kept)
             _add(end, "temporary", -self.block * self.lets_go)
-        if self.tensor > 1:
-            self._gather_rows(name, kind, end, top)
         if held := self._held(name, of_block):
             top["temporary"] = top.get("temporary", 0) + held
         return Section(end, top, sum(top.values()))
@@ -237,22 +227,6 @@ class Divided:
     def gathered(self) -> int:
         """Bytes of blocks that are whole when backward begins, and are let go of one by one."""
         return self.depth * self.block * self.lets_go
-
-    def share(self, parts: Mapping[str, int]) -> dict[str, int]:
-        """A tensor-parallel rank's part of bytes by component; what is taken away is cut like what was added."""
-        return {component: int(n_bytes / self.tensor) for component, n_bytes in parts.items()}
-
-    def _gather_rows(self, name: str, kind: str, end: dict[str, int], top: dict[str, int]) -> None:
-        """Inputs of the two sub-layers (one of the head) for as long as they are saved, and sums of parts at the top."""
-        if name in ("loss", "backward start"):
-            _add(end, "temporary", self.rows if name == "loss" else -self.rows)
-            _add(top, "temporary", self.rows * (name == "loss"))
-        elif name[-1].isdigit():
-            forward, plain = not name.startswith("backward"), kind == "plain"
-            if plain:
-                _add(end, "activation", (1 if forward else -1) * _INPUTS * self.rows)
-            _add(top, "activation" if plain else "temporary", _INPUTS * self.rows * (forward or not plain))
-            _add(top, "temporary", self.rows * (1 if forward else _GRADIENTS))
 
     def _held(self, name: str, of_block: bool) -> int:
         """Gathered weights, and what a reduction still reads, beside the section's own."""

@@ -22,7 +22,7 @@ from .nn.attend import ATTENTION, attend
 from .nn.blockwise import Tables
 from .nn.quantised_linear import QuantisedWeight
 from .nn.stores import Origin
-from .parts import is_sharded
+from .parts import all_cuts, is_sharded
 from .phases import MAPPED_AT_ONCE
 from .stored import Places, portions, starts
 
@@ -143,9 +143,16 @@ def kept_buffers(model: Any) -> dict[str, Tensor]:
 
 def num_parameters(model: Any) -> int:
     """Elements of weights and adapters; a quantised weight counts as the matrix it stands for."""
-    weights = sum(weight.numel() for weight in stored_weights(model).values())
-    adapters: int = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    return weights + adapters
+    cuts, adapters = all_cuts(model), {name: p for name, p in model.named_parameters() if "lora_" in name}
+    each = {**stored_weights(model), **adapters}
+    return sum(cuts[name].numel if name in cuts else weight.numel() for name, weight in each.items())
+
+
+def num_trainable(model: Any) -> int:
+    """Elements of what trains."""
+    cuts = all_cuts(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return sum(cuts[name].numel if name in cuts else p.numel() for name, p in trained.items())
 
 
 def fill_random(seed: int) -> Fill:
@@ -154,12 +161,15 @@ def fill_random(seed: int) -> Fill:
     def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
         generator, home = torch.Generator(device="cpu").manual_seed(seed), home_of(model)
+        cuts = all_cuts(model)
         with torch.no_grad():
             for name, weight in sorted(stored_weights(model).items()):
-                scale = 1.0 / math.sqrt(weight.shape[-1]) if len(weight.shape) > 1 else 0.1
-                drawn = torch.randn(weight.shape, generator=generator) * scale
-                value = drawn + (1.0 if len(weight.shape) == 1 and "bias" not in name else 0.0)
-                home.put(name, weight, value)
+                cut = cuts.get(name)
+                shape = cut.shape if cut else weight.shape
+                scale = 1.0 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.1
+                drawn = torch.randn(shape, generator=generator) * scale
+                value = drawn + (1.0 if len(shape) == 1 and "bias" not in name else 0.0)
+                home.put(name, weight, cut.of(value) if cut else value)
                 del drawn, value  # or they would be there while the next ones are drawn
 
     return fill
@@ -171,17 +181,18 @@ def fill_from(folder: Path) -> Fill:
     def fill(model: Any, device: torch.device) -> None:
         fill_empty(model, device)
         needed, home = stored_weights(model), home_of(model)
-        weights = {**needed, **kept_buffers(model)}
+        weights, cuts = {**needed, **kept_buffers(model)}, all_cuts(model)
         places, left = Places(model.config, weights), {name: weight.numel() for name, weight in weights.items()}
         for stored, tensor, origin in _stored(folder):
             place = places.of(stored)
             if place.name not in weights:
                 continue
-            whole = weights[place.name]
-            shape = whole.shape if isinstance(whole, QuantisedWeight) else place.shape_of(whole)
+            whole, cut = weights[place.name], cuts.get(place.name)
+            shape = cut.shape if cut else whole.shape if isinstance(whole, QuantisedWeight) else place.shape_of(whole)
             if shape != tensor.shape:
                 shapes = f"{tuple(tensor.shape)} in the file, {tuple(shape)} by config.json"
                 raise ModelError(f"{stored} is {shapes}", where=str(folder), hint="the files do not belong together")
+            tensor = cut.of(tensor) if cut else tensor
             with torch.no_grad():
                 if isinstance(whole, QuantisedWeight) or not is_sharded(whole):
                     weight = whole if isinstance(whole, QuantisedWeight) else place.of(whole)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapter import DTYPES, trained, write_pieces
+from .adapter import DTYPES, PREFIX, trained, write_pieces
 from .errors import CheckpointError
 from .nn.optimizers import Stretch
-from .parts import is_sharded, local, rows_of
+from .parts import Cut, all_cuts, is_sharded, local, rows_of
 from .run import Run
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -33,12 +33,11 @@ _TORCH = {word: dtype for dtype, word in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank holds of a tensor: where it begins in the whole, and the whole's shape. ``is_mine``: of the ranks that hold
-    the same it is this one that writes it."""
+    """What a rank holds of a tensor, and where that begins in the whole. ``is_mine``: of the ranks that hold the same it is
+    this one that writes it."""
 
     tensor: Tensor
     start: tuple[int, ...]
-    shape: tuple[int, ...]
     is_mine: bool = True
 
 
@@ -49,21 +48,28 @@ Parts = Mapping[str, Sequence[Part]]
 def trained_parts(run: Run) -> Parts:
     """Of what ``adapter.save_trained`` writes of a run on one device, by the same names."""
     found: dict[str, Sequence[Part]] = {}
+    cuts = all_cuts(run.model)
+    cuts |= {f"{PREFIX}{name}.weight": cut for name, cut in cuts.items()}  # as adapters' files have it
     for name, tensor in trained(run.model).items():
-        lies = run.optimizer.stretch(tensor)
-        found[name] = [_part(run, tensor.detach())] if lies is None else _boxes(lies.flat.detach(), lies)
+        if lies := run.optimizer.stretch(tensor):
+            found[name] = _boxes(lies.flat.detach(), lies)
+            continue
+        start, cut = rows_of(tensor)[0] if is_sharded(tensor) else 0, cuts.get(name)
+        is_mine = run.world.is_first_of(sharded=is_sharded(tensor), cut=cut is not None)
+        found[name] = list(_parts(local(tensor.detach()), start, cut, is_mine))
     return found
 
 
 def optimizer_parts(run: Run) -> Parts:
     """Of the optimizer's states, by the parameter's name and the state's. One that is no tensor of the parameter's shape is
-    told apart by the rows that it is of."""
+    told apart by what it is of."""
     found: dict[str, Sequence[Part]] = {}
+    cuts = all_cuts(run.model)
     for name, p in run.model.named_parameters():
         if lies := run.optimizer.stretch(p):
             found |= _flat_states(run, name, lies)
         else:
-            found |= {key: [part] for key, part in _own_states(run, name, p).items()}
+            found |= _own_states(run, name, p, cuts.get(name))
     return found
 
 
@@ -73,9 +79,9 @@ def _flat_states(run: Run, name: str, lies: Stretch) -> dict[str, Sequence[Part]
         if state.shape == lies.flat.shape:
             found[f"{name}.{key}"] = _boxes(state, lies)
         elif state.dim():
-            found[f"{key}@{lies.place}"] = [_alone(state, is_mine=True)]
+            found[f"{key}@{lies.place}"] = list(_parts(state, 0, None, is_mine=True))
         else:
-            found[f"{name}.{key}"] = [_alone(state, run.world.is_first)]
+            found[f"{name}.{key}"] = list(_parts(state, 0, None, run.world.is_first))
     return found
 
 
@@ -84,7 +90,7 @@ def _boxes(flat: Tensor, lies: Stretch) -> list[Part]:
     found, at = [], lies.at
     for start, shape in boxes(lies.start, lies.start + lies.numel, lies.shape):
         n = math.prod(shape)
-        found.append(Part(flat[at : at + n].view(shape), start, lies.shape))
+        found.append(Part(flat[at : at + n].view(shape), start))
         at += n
     return found
 
@@ -109,31 +115,37 @@ def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[
         begin = until
 
 
-def _own_states(run: Run, name: str, p: Any) -> dict[str, Part]:
+def _own_states(run: Run, name: str, p: Any, cut: Cut | None) -> dict[str, Sequence[Part]]:
     """Of a parameter that is stepped by itself, or in rows."""
-    found: dict[str, Part] = {}
-    if states := run.optimizer.states_of(p):
-        whole = _part(run, p.detach())
-        start, stop = run.optimizer.home.rows(p)
-        is_mine = run.world.is_first_of(sharded=(stop - start) < (p.shape[0] if p.dim() else 1))
-        for key, state in states.items():
-            if state.shape == (stop - start, *whole.shape[1:]):
-                found[f"{name}.{key}"] = Part(state, (start, *whole.start[1:]), whole.shape, is_mine)
-            elif state.dim() and (start, stop) != (0, p.shape[0]):
-                found[f"{name}.{key}@{start}-{stop}"] = _alone(state, is_mine)
-            else:
-                found[f"{name}.{key}"] = _alone(state, run.world.is_first_of(sharded=False))
+    found: dict[str, Sequence[Part]] = {}
+    if not (states := run.optimizer.states_of(p)):
+        return found
+    start, stop = run.optimizer.home.rows(p)
+    is_mine = run.world.is_first_of(sharded=stop - start < (p.shape[0] if p.dim() else 1), cut=cut is not None)
+    for key, state in states.items():
+        if state.shape == (stop - start, *p.shape[1:]):
+            found[f"{name}.{key}"] = list(_parts(state, start, cut, is_mine))
+        elif state.dim() and (cut or (start, stop) != (0, p.shape[0])):
+            of_cut = f" of {cut.dim}:{cut.ranges}" if cut else ""
+            found[f"{name}.{key}@{start}-{stop}{of_cut}"] = list(_parts(state, 0, None, is_mine))
+        else:
+            is_first = run.world.is_first_of(sharded=False, cut=False)
+            found[f"{name}.{key}"] = list(_parts(state, 0, None, is_first))
     return found
 
 
-def _part(run: Run, tensor: Tensor) -> Part:
-    shape = tuple(tensor.shape)
-    start = (rows_of(tensor)[0], *[0] * (len(shape) - 1)) if is_sharded(tensor) else (0,) * len(shape)
-    return Part(local(tensor), start, shape, run.world.is_first_of(sharded=is_sharded(tensor)))
-
-
-def _alone(tensor: Tensor, is_mine: bool) -> Part:
-    return Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape), is_mine)
+def _parts(own: Tensor, start: int, cut: Cut | None, is_mine: bool) -> Iterator[Part]:
+    """Of rows from ``start`` on of a tensor, or of what ``cut`` has left of it."""
+    if cut is None:
+        yield Part(own, (start, *[0] * (own.dim() - 1))[: own.dim()], is_mine)
+        return
+    at = 0
+    for begin, end in cut.ranges:
+        if cut.dim:
+            yield Part(own.narrow(cut.dim, at, end - begin), (start, *[0] * (cut.dim - 1), begin), is_mine)
+        elif (first := max(at, start)) < (last := min(at + end - begin, start + own.shape[0])):
+            yield Part(own[first - start : last - start], (begin + first - at, *[0] * (own.dim() - 1)), is_mine)
+        at += end - begin
 
 
 def write(folder: Path, rank: int, parts: Parts) -> None:
@@ -242,7 +254,7 @@ def join(paths: Sequence[Path], path: Path) -> None:
                     yield file.get_tensor(name)
             return
         whole = torch.empty(shape, dtype=parts[0].dtype)
-        read(paths, {name: [Part(whole, (0,) * len(shape), shape)]})
+        read(paths, {name: [Part(whole, (0,) * len(shape))]})
         yield whole
 
     write_pieces(path, described, pieces)

@@ -120,10 +120,7 @@ class Step:
         self.live = held.width * min(everything, BUCKET + max(2 * block, largest + block))
         self.flat = held.width * min(everything, bucket_of(held.elements))
 
-    def share(self, parts: Mapping[str, int]) -> dict[str, int]:
-        return dict(parts)
-
-    def section(self, name: str, _kind: str, section: Section) -> Section:
+    def section(self, name: str, section: Section) -> Section:
         end, top = dict(section.end), dict(section.top)
         backward = name.startswith("backward")
         if backward and self.reduces:

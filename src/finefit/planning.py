@@ -13,7 +13,7 @@ from . import phases
 from . import plan as plans
 from .batches import Batches, Uniform
 from .candidates import Question, rewrite
-from .coefficients import sections_for
+from .coefficients import sections_for, trace_reckoned
 from .config import Config
 from .config import deepspeed as deepspeeds
 from .errors import ConfigError, DoesNotFit, EngineError
@@ -101,7 +101,7 @@ def budget_of(config: Config, hardware: HardwareSpec) -> Budget:
 def make_plan(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Plan:
     """The search for this config; without data every example counts as long as allowed."""
     question = question_of(config, model, hardware, data)
-    plan = explained(question, search(question))
+    plan = _searched(question, data is not None)
     wanted, has = question.job.longest, model.max_position_embeddings
     if wanted > has:
         counted = f"{WARNING}the model has positions for {has:,} tokens: " + (
@@ -120,7 +120,15 @@ def plan_like(before: Plan, config: Config, model: ModelSpec, hardware: Hardware
     """The search for this config, but all that changes what is learnt as ``before`` has it."""
     question = question_of(config, model, hardware, data)
     question = replace(question, job=kept(question.job, before))
-    return foreseen(explained(question, search(question)), model, hardware, data)
+    return foreseen(_searched(question, is_run=True), model, hardware, data)
+
+
+def _searched(question: Question, is_run: bool) -> Plan:
+    """What is run is traced as it is, and searched for again by that, where a search reckons."""
+    plan = search(question)
+    while is_run and trace_reckoned(rewrite(question.model, Micro(1, 1, 1), plan.techniques)):
+        plan = search(question)
+    return explained(question, plan)
 
 
 def question_of(config: Config, model: ModelSpec, hardware: HardwareSpec, data: "Data | None") -> Question:

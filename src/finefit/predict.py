@@ -82,11 +82,13 @@ def _temporary(groups: tuple[ParamGroup, ...], shards: int, update: Update, skip
 
 
 def sizes_of(layout: Layout) -> dict[str, float]:
-    """Every symbol's value for this layout."""
-    model, micro = layout.model, layout.share
-    longest, rows = layout.micro.longest, width(micro.labelled)
+    """Every symbol's value for this layout; of a tensor-parallel rank those of its part, and U of its rows."""
+    model, micro, ranks = layout.model, layout.share, layout.mesh.tensor
+    longest, rows, whole = layout.micro.longest, width(micro.labelled), layout.model.symbols()
     return {
-        **model.symbols(),
+        **whole,
+        **{symbol: -(-whole[symbol] // ranks) for symbol in "qkfnmV"},
+        "U": micro.tokens / ranks,
         "g": model.num_attention_heads / model.num_key_value_heads,
         "T": micro.tokens,
         "S": longest / layout.mesh.context,
@@ -232,7 +234,7 @@ class _Walk:
             section = self._stepping(name, section)
         moment, block = _place(name)
         if section is not None and self.divided:
-            section = self.divided.section(name, kind, section)
+            section = self.divided.section(name, section)
             self._turn(name)
         if section is not None and (one.more or one.returned):
             section = recompute.changed(section, one, recompute.input_bytes(self.layout, self.layout.share.tokens))
@@ -300,4 +302,4 @@ class _Walk:
         for block, kind, times in self.passed:
             late = self.tables[kind].get(f"late {block} {outer}")
             if late is not None:
-                self._add(late.end if self.divided is None else self.divided.share(late.end), times)
+                self._add(late.end, times)

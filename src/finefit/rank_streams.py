@@ -15,11 +15,12 @@ from .sharding import Buckets, computed_as
 from .simulate import plan_stream, step_stream
 from .slices import sliced, stages
 from .stream import Stream
-from .techniques import DIVIDING, Accumulation, Checkpointing, FusedLoss, Lora, Precision, Technique
+from .techniques import DIVIDING, Accumulation, Checkpointing, Lora, Precision, Technique, TensorParallel
 
 
 def plan_streams(config: Mapping[str, Any], techniques: Sequence[Technique], micro: Micro, kind: str) -> list[Stream]:
-    """The streams of the devices that may need most: one, or of a pipeline the first and the last."""
+    """The streams of the devices that may need most: one, or of a pipeline the first and the last. A tensor-parallel rank is
+    stepped as it is."""
     techniques = [t.as_wide if isinstance(t, Precision) else t for t in techniques]
     run = run_of_mesh(techniques, micro)
     spread = run.spread
@@ -29,14 +30,12 @@ def plan_streams(config: Mapping[str, Any], techniques: Sequence[Technique], mic
     alone = [
         replace(t, kind="bf16") if cast and isinstance(t, Precision) and t.kind == "bf16_mixed" else t
         for t in techniques
-        if not isinstance(t, DIVIDING)
+        if not isinstance(t, DIVIDING) or isinstance(t, TensorParallel)
     ]
-    alone = [replace(t, chunk=max(t.chunk // spread.tensor, 1)) if isinstance(t, FusedLoss) else t for t in alone]
     own, depth = part_of(config, run), int(config[depth_key(config)])
     stage = int(own[depth_key(config)])
     alone = [replace(t, blocks=-(-t.blocks * stage // depth)) if isinstance(t, Checkpointing) else t for t in alone]
-    share = Micro(*(max(n // spread.tensor, 1) for n in (micro.tokens, micro.longest, micro.labelled)))
-    whole = sliced(plan_stream(own, alone, share, kind, context=mesh_of(techniques).context), run)
+    whole = plan_stream(own, alone, micro, kind, context=mesh_of(techniques).context)
     return [of_rank(part, run) for part in stages(whole, run)]
 
 

@@ -32,6 +32,9 @@ _SLOPES = {"n": (16, 8)}
 _SLOPED = ("bloom", "mpt")
 _ALIBI_POSITIONS = 2048  # MPT's table of distances: its max_seq_len
 _HIDDEN = ("phi3", "helium")  # head size is hidden size / heads, always, though its config may say otherwise
+# A rank of two: sizes are its part's, and its rows are U of T.
+_DIVIDED = {"U": (129, 193), "T": (258, 386)}
+RANKS = 2
 _EXPERTS = ("num_experts", "experts_per_token", "moe_intermediate_size", "shared_intermediate_size")
 
 
@@ -43,6 +46,7 @@ def sizes_of_family(family: str, words: Iterable[str]) -> tuple[dict[str, int], 
     others = {**others, **(_POSITIONS if "max_position_embeddings" in used else {})}
     if family in structures.OWN_ATTENTION:
         others |= {symbol: pair for symbol, pair in _ROWS.items() if symbol != "p" or "partial" in words}
+    others |= _DIVIDED if "tensor" in words else {}
     others = {**others, **(_SLOPES if family in _SLOPED or "parallel_attn=0" in words else {})}
     both = []
     for i, given in enumerate((MARKERS, OTHERS)):
@@ -52,7 +56,7 @@ def sizes_of_family(family: str, words: Iterable[str]) -> tuple[dict[str, int], 
         if "multi_query=1" in words and "new_decoder_architecture=1" not in words:
             sizes["m"] = 1
         if entry.get("head_dim") == "hidden" or family in _HIDDEN:
-            sizes["h"] = sizes["n"] * sizes["d"]
+            sizes["h"] = sizes["n"] * sizes["d"] * (RANKS if "tensor" in words else 1)
         if sizes["m"] == sizes["n"]:
             sizes["f"] = (5, 4)[i] * sizes["h"]
         if "w" in sizes and not _says(entry, "moe_intermediate_size"):
@@ -70,6 +74,8 @@ def _says(entry: Mapping[str, Any], field: str) -> bool:
 def family_config(family: str, sizes: Mapping[str, int], words: Iterable[str], blocks: int) -> dict[str, Any]:
     """The config of a model of the family with these sizes, under the names the family's config.json has for them."""
     entry = structures.entry_of(family)
+    if "tensor" in words:  # the sizes are a rank's
+        sizes = {**sizes, **{symbol: RANKS * sizes[symbol] for symbol in "nmfV"}}
     config: dict[str, Any] = {
         "hidden_size": sizes["h"], "intermediate_size": sizes["f"], "num_attention_heads": sizes["n"],
         "num_key_value_heads": sizes["m"], "head_dim": sizes["d"], "vocab_size": sizes["V"],

@@ -91,14 +91,14 @@ def _plus(parts: Mapping[str, int], component: str, n_bytes: int) -> dict[str, i
 
 def input_bytes(layout: Layout, tokens: float) -> int:
     """Of one checkpointed block's input, as the trace has it: all that grows with the tokens."""
-    sizes: Mapping[str, float] = {**layout.model.symbols(), "T": tokens}
+    sizes: Mapping[str, float] = {**layout.model.symbols(), "T": tokens, "U": tokens / layout.mesh.tensor}
     return round(sum(c * prod(sizes[s] for s in word.split("*")) for word, c in _input(layout).items()))
 
 
 def _input(layout: Layout) -> dict[str, float]:
     sections = sections_for(layout, "checkpointed")
     kept = next(s for s in sections if s["name"] == _BLOCK)["end"]["activation"]
-    return {word: c for word, c in kept.items() if "T" in word.split("*")}
+    return {word: c for word, c in kept.items() if {"T", "U"} & set(word.split("*"))}
 
 
 def _is_held(layout: Layout) -> bool:

@@ -51,14 +51,15 @@ Example = tuple[Sequence[int], Sequence[int]]  # token ids, 1 where the token is
 
 def plain_loss(model: Any, hidden_bsh: Tensor, batch: MicroBatch) -> Tensor:
     """Sum of cross-entropy over labelled tokens from full fp32 logits, as transformers computes it."""
-    logits, form = model.get_output_embeddings()(hidden_bsh), Logits.of(model.config)
+    head = model.get_output_embeddings()
+    logits, form = head(hidden_bsh), Logits.of(model.config, head)
     if form.scale != 1.0:
         logits = logits * form.scale
     if form.softcap is not None:
         logits = torch.tanh(logits / form.softcap) * form.softcap
     target = torch.full((logits.shape[0] * logits.shape[1],), -100, dtype=torch.long, device=logits.device)
     target[batch.row_r[: len(batch.label_l)]] = batch.label_l
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), target, ignore_index=-100, reduction="sum")
+    return form.vocabulary.cross_entropy(logits.float().flatten(0, 1), target)
 
 
 def padded(examples: Sequence[Example]) -> MicroBatch:

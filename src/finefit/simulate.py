@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .build import rewritten
 from .catalog.configs import depth_key
+from .engines.world import pretended
 from .fakes import OneOf, without_values
 from .foreign import ForeignRun
 from .layout import Micro
 from .ledger import Ledger
+from .meshes import mesh_of
 from .models import fill_empty
 from .nn.attend import standing_for
 from .nn.optimizers import Optimizing
@@ -83,8 +85,8 @@ def plan_stream(
     steps = next((t.most_steps for t in techniques if isinstance(t, Accumulation)), 1)
     made = AutoConfig.for_model(**shallow_config(config, shallow)).get_text_config()
     ledger = Ledger(CUDA if kind == "cuda" else None)
-    with standing_for(kind), without_values():
-        run = rewritten(made, fitted, torch.device("cpu"))
+    with standing_for(kind), without_values(), pretended(mesh_of(fitted)) as world:
+        run = rewritten(made, fitted, torch.device("cpu"), world)
         with FakeTensorMode(allow_non_fake_inputs=True):
             fill_empty(run.model, run.device)
             run.optimizer.begin(trainable(run.model), Optimizing())

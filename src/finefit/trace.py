@@ -14,6 +14,7 @@ Declines what kernels hold inside one operator.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import coefficients, evaluate, models
 from .build import rewritten
+from .engines.world import pretended
 from .fakes import query_block, without_values
 from .layout import Micro
 from .ledger import Ledger, NoLedger, block_marks
+from .meshes import mesh_of
 from .nn.optimizers import Optimizing
 from .poly import Poly, dominates, plus, value
-from .reading import NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
+from .reading import RANKS, NumberReader, Reader, derived, family_config, sizes_of_family, sizes_of_run
 from .run import MicroBatch, Run, blocks_of, filled, trainable
 from .scratch import is_fake
 from .spec import CheckpointingKind
@@ -44,6 +47,7 @@ from .techniques import (
     Precision,
     QuantizedBase,
     Technique,
+    TensorParallel,
 )  # fmt: skip
 from .techniques.quantized_base import FORMS
 
@@ -91,7 +95,7 @@ def subject_of(name: str, key: str) -> Subject:
 
 
 def family_of(family: str, key: str) -> Subject:
-    """Any model of a family."""
+    """Any model of a family; of one that is divided, the part of one of two ranks."""
     words = key.split()
 
     def config(sizes: Mapping[str, int], flags: Mapping[str, Any]) -> Any:
@@ -195,8 +199,11 @@ def traced(
 ) -> Ledger:
     """The ledger of one fake step (or of one evaluation) at these sizes."""
     ledger = Ledger()
-    run = rewritten(config, techniques, torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True), query_block(sizes["Q"]), without_values():
+    with ExitStack() as stack:
+        world = stack.enter_context(pretended(mesh_of(techniques)))
+        run = rewritten(config, techniques, torch.device("cpu"), world)
+        for context in (FakeTensorMode(allow_non_fake_inputs=True), query_block(sizes["Q"]), without_values()):
+            stack.enter_context(context)
         models.fill_empty(run.model, run.device)
         run.optimizer.begin(trainable(run.model), Optimizing())
         micro = Micro(sizes["T"], sizes["S"], sizes["L"])
@@ -347,6 +354,7 @@ def _of_key(key: str) -> tuple[Any, dict[str, Any]]:
     def techniques(sizes: Mapping[str, int]) -> list[Technique]:
         chosen: list[Technique] = [Precision(words[0]), Clipping()]  # type: ignore[arg-type]
         chosen += [] if "B" in sizes else [Packing()]
+        chosen += [TensorParallel(RANKS)] if "tensor" in words else []
         chosen += [
             QuantizedBase(*form, sizes.get("W") or derived(sizes)["W"]) for word, form in FORMS.items() if word in words
         ]

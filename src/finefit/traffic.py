@@ -59,13 +59,14 @@ def _ring_s(n_bytes: float, ranks: int, beside: int, hardware: HardwareSpec) -> 
 
 
 def _tensor_s(layout: Layout, work: Work, hardware: HardwareSpec) -> float:
-    """Gathers and scatters of rows: two each a block in forward, as many in backward and where it is computed again."""
+    """Gathers and scatters of rows: two each a block in forward, as many in backward and where it is computed again; and
+    of the embedding and the loss one each way."""
     mesh = layout.mesh
     if mesh.tensor == 1:
         return 0.0
     width = layout.element_bytes
     depth = layout.model.num_hidden_layers
-    passes = 4 * (2 + layout.checkpointed / depth) * depth / mesh.stages
+    passes = 4 * (2 * depth + layout.checkpointed + 1) / mesh.stages
     rows = work.mean_tokens * layout.model.hidden_size * width
     return passes * (_ring_s(rows, mesh.tensor, 1, hardware) + _COLLECTIVE_S * work.mean_steps)
 

@@ -210,7 +210,7 @@ def _build(job: Job, log: EventLog, attempt: Attempt) -> Run:
         load(run, models.fill_from(job.model_folder), job.config.seed)
     watch.tell(log, "load", 0, seen, plan.predicted)
     run.evidence["parameters"] = models.num_parameters(run.model)  # an engine may have nothing whole from now on
-    run.evidence["trainable"] = sum(p.numel() for p in trainable(run.model))
+    run.evidence["trainable"] = models.num_trainable(run.model)
     run.optimizer.begin(trainable(run.model), Optimizing(peak, at.weight_decay))
     return run
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,8 +51,8 @@ def pids_of(folder):
     return sorted(map(int, found.split()))
 
 
-def weights(folder):
-    return load_file(folder / "model.safetensors")
+def weights(folder, method="full"):
+    return load_file(folder / ("model.safetensors" if method == "full" else "adapter_model.safetensors"))
 
 
 def differ(one, other):
@@ -83,6 +84,29 @@ def test_two_devices_learn_what_one_does(tmp_path, alone, model, data):  # noqa:
     assert len(measured) == 2
     for event in measured:
         assert event["measured"]["peak_bytes"] == pytest.approx(event["predicted"]["peak_bytes"], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_devices_that_share_every_matrix_learn_what_one_does(tmp_path, model, data, method):  # noqa: F811
+    """One goes on where they were, and they where one was."""
+    common = (f"method={method}", "train.learning_rate=1e-4")
+    ways = {"one": ("hardware.devices=1",), "two": ("hardware.devices=2", "memory.parallel=tensor2")}
+    for name, words in ways.items():
+        code, _, error = finish(train(tmp_path, model, data, "train.steps=6", f"name={name}", *common, *words))
+        assert code == 0, error
+    one, two = tmp_path / "runs/one", tmp_path / "runs/two"
+    for event in events_of(two)["memory"]:
+        assert event["measured"]["peak_bytes"] == pytest.approx(event["predicted"]["peak_bytes"], rel=0.03)
+    assert losses(events_of(two)) == pytest.approx(losses(events_of(one)), rel=1e-5)
+    assert losses(events_of(two), "eval") == pytest.approx(losses(events_of(one), "eval"), rel=1e-5)
+    found = {"one": weights(one, method), "two": weights(two, method)}
+    assert differ(found["two"], found["one"]) < (1e-6 if method == "full" else 1e-3)
+    for run, other in ((two, ("hardware.devices=1", "memory.parallel=auto")), (one, ways["two"])):
+        shutil.rmtree(run / "checkpoints/step-000006")
+        code, _, error = finish(begin(tmp_path, "resume", run, *other))
+        assert code == 0, error
+        assert differ(weights(run, method), found["one"]) < (1e-6 if method == "full" else 1e-3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from finefit import checkpoint, divided, evaluate, loop, models, predict, trace
+from finefit import adapter, checkpoint, divided, evaluate, loop, models, predict, trace
 from finefit.build import build
 from finefit.candidates import rewrite
 from finefit.engines import world as worlds
@@ -21,7 +21,7 @@ from finefit.ledger import Ledger
 from finefit.mesh import Mesh
 from finefit.meshes import techniques_of_mesh
 from finefit.nn.optimizers import Optimizing
-from finefit.parts import local
+from finefit.parts import all_cuts, local
 from finefit.run import batches_of
 from finefit.techniques import from_json, in_order
 from tiny import CPU, config_of, examples_of, micro_of, spec_of
@@ -54,14 +54,16 @@ def fill_by_name(model, device):
     models.fill_empty(model, device)
     generator = torch.Generator(device="cpu")
     with torch.no_grad():
+        cuts = all_cuts(model)
         for name, weight in models.stored_weights(model).items():
             generator.manual_seed(zlib.crc32(name.encode()))
-            drawn = torch.randn(weight.shape, generator=generator)
-            if len(weight.shape) > 1:
-                value = drawn / weight.shape[-1] ** 0.5
+            shape = cuts[name].shape if name in cuts else weight.shape
+            drawn = torch.randn(shape, generator=generator)
+            if len(shape) > 1:
+                value = drawn / shape[-1] ** 0.5
             else:
                 value = 0.1 * drawn + (0.0 if "bias" in name else 1.0)
-            models.home_of(model).put(name, weight, value)
+            models.home_of(model).put(name, weight, cuts[name].of(value) if name in cuts else value)
 
 
 def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
@@ -74,6 +76,35 @@ def trained(mesh, techniques, config, steps, lengths, rate=1e-3):
         examples = examples_of([length + 3 * step for length in lengths], seed=step)
         made.append(loop.optimizer_step(run, batches_of(run, examples), rate))
     return {"steps": made, "scale": run.scaler.get_scale(), "weights": weights_of(run)}
+
+
+def carried_on(mesh, techniques, config, folder, steps, lengths, rate=1e-3):
+    """Whole weights after some ``steps`` (first, last), begun from the newest checkpoint in ``folder``, where another
+    one is saved after them."""
+    first, last = steps
+    run, _, _ = run_of(mesh, techniques, config, rate)
+    assert checkpoint.load_newest(run, Path(folder), print) == first
+    for step in range(first, last):
+        examples = examples_of([length + 3 * step for length in lengths], seed=step)
+        loop.optimizer_step(run, batches_of(run, examples), rate)
+    if run.world.size > 1 or not dist.get_rank():
+        checkpoint.save(run, last, Path(folder), "base", 2)
+    dist.barrier()
+    return weights_of(run)
+
+
+def joined(folder, config, techniques):
+    """The weights of a checkpoint as one file has them, by the names of a process alone."""
+    run, _, _ = run_of({}, techniques, config)
+    if not dist.get_rank():
+        checkpoint.consolidate(checkpoint.newest_whole(Path(folder)), run, Path(folder), "base")
+    dist.barrier()
+    adapter.load_trained(run.model, Path(folder))
+    return weights_of(run)
+
+
+def trained_family(mesh, techniques, family, config, *how):
+    return trained(mesh, techniques, {"family": family, **config}, *how)
 
 
 def overflowing(mesh, techniques, config, lengths):
@@ -105,6 +136,9 @@ def weights_of(run):
     with getattr(run.optimizer, "whole", contextlib.nullcontext)():
         named = run.model.named_parameters()
         found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in named}
+        for name, cut in all_cuts(run.model).items():
+            if name in found:  # of tied weights one has the name
+                found[name] = cut.whole(found[name].detach(), run.world.group("tensor"))
         found = {name: p for name, p in found.items() if p.dtype.is_floating_point and ".tables." not in name}
         kept = {name: p.detach().double().flatten().tolist() for name, p in found.items()}
     if run.world.mesh.stages > 1:

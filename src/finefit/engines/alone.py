@@ -64,8 +64,9 @@ class Alone:
         """What the first rank says."""
         return value
 
-    def is_first_of(self, *, sharded: bool) -> bool:
-        """Whether of all ranks that hold the same part of something this is the first one."""
+    def is_first_of(self, *, sharded: bool, cut: bool) -> bool:
+        """Whether of all ranks that hold the same part of something this is the first one; ``cut``: among tensor-parallel
+        ranks, too."""
         return True
 
     def wait(self) -> None:

@@ -8,7 +8,8 @@ NCCL those of CUDA.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +41,8 @@ class World(Alone):
         self.place: dict[Dimension, int] = place
         self.data_rank, self.data_size = place["replicas"] * mesh.shards + place["shards"], mesh.data
         self.holding = self.devices if mesh.context == 1 else self._holding()
+        # Once: a part of a mesh is tensors, which a step that is traced would count.
+        self._groups = {name: self.along(name).get_group() for name in DIMENSIONS}
 
     def _holding(self) -> DeviceMesh:
         """The same devices by what they hold."""
@@ -56,6 +59,9 @@ class World(Alone):
         ranks = self.along("stages").mesh.flatten().tolist()
         made: Any = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
         return made  # type: ignore[no-any-return]
+
+    def group(self, dimension: Dimension) -> dist.ProcessGroup:
+        return self._groups[dimension]
 
     def summed(self, values: Sequence[float]) -> list[float]:
         return self._summed(values, "replicas", "shards")
@@ -88,14 +94,29 @@ class World(Alone):
         dist.broadcast_object_list(said)
         return said[0]
 
-    def is_first_of(self, *, sharded: bool) -> bool:
-        alike = ["replicas"] if sharded else ["replicas", "shards"]
+    def is_first_of(self, *, sharded: bool, cut: bool) -> bool:
+        alike = ["replicas", *([] if sharded else ["shards"]), *([] if cut else ["tensor"])]
         names = self.holding.mesh_dim_names or ()
         place = dict(zip(names, self.holding.get_coordinate() or (), strict=True))
         return not any(place[dimension] for dimension in alike)
 
     def wait(self) -> None:
         self.any(False)  # barrier of gloo and of NCCL differ in whom they warn of what
+
+
+@contextmanager
+def pretended(mesh: Mesh) -> Iterator[Alone]:
+    """The world of the first of ranks that are not there: what they would say has a shape, and no value."""
+    if mesh.devices == 1:
+        yield Alone()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=mesh.devices, store=FakeStore())
+    try:
+        yield World(mesh, "cpu")
+    finally:
+        dist.destroy_process_group()
 
 
 def begin(kind: str) -> torch.device:

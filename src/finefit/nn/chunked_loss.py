@@ -8,29 +8,33 @@ Granite) and soft-capping (Gemma 2) are applied, in this order. Declines label s
 Shapes: L labelled tokens, R ≥ L rows (those after the L-th have no loss), C rows of a chunk, h hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .vocabulary import Vocabulary, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What is done to the head's logits z: ``softcap·tanh(scale·z / softcap)``; ``scale·z`` without a cap."""
+    """What is done to the head's logits z: ``softcap·tanh(scale·z / softcap)``; ``scale·z`` without a cap. ``vocabulary``:
+    whose they are."""
 
     scale: float = 1.0
     softcap: float | None = None
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
 
     @classmethod
-    def of(cls, config: Any) -> "Logits":
+    def of(cls, config: Any, head: nn.Module) -> "Logits":
         """By the config of a transformers model (5.24: ``modeling_{cohere,granite,gemma2}.py`` and those like them)."""
         times, over = (getattr(config, key, None) or 1.0 for key in ("logit_scale", "logits_scaling"))
         scale = (
             over if config.model_type == "hyperclovax" else times / over
         )  # which multiplies by what others divide by
-        return cls(scale, getattr(config, "final_logit_softcapping", None))
+        return cls(scale, getattr(config, "final_logit_softcapping", None), vocabulary_of(head))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -58,7 +62,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             dchunk = None if grads[0] is None else grads[0][rows]
             total += _one_chunk(hidden_rh[rows], (weight, bias), label_l[rows, None], form, (dchunk, *grads[1:]))
         ctx.save_for_backward(*grads)
-        return total
+        return form.vocabulary.total(total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,15 +81,15 @@ def _one_chunk(
     """The chunk's summed loss, of as many of its rows as have a label; gradients are written into, or added to, ``grads``."""
     dhidden_ch, dweight_vh, dbias_v = grads
     logits_cv, slope = shaped(F.linear(hidden_ch, *head).float(), form)
-    # In place: each row is read before it is written, and a second copy of the chunk would be the step's largest tensor.
-    logp_cv = torch.log_softmax(logits_cv, -1, out=logits_cv)
+    # In place, or a second copy of the chunk would be the step's largest tensor.
+    logp_cv = form.vocabulary.log_softmax(logits_cv)
     labelled = len(label_c1)
-    loss = -logp_cv[:labelled].gather(1, label_c1).sum()
+    loss = -form.vocabulary.picked(logp_cv[:labelled], label_c1).sum()
     if all(grad is None for grad in grads):
         return loss
     dlogits = logp_cv.exp_()
     dlogits[labelled:].zero_()
-    dlogits[:labelled].scatter_add_(1, label_c1, torch.full_like(label_c1, -1, dtype=dlogits.dtype))
+    form.vocabulary.take_one(dlogits[:labelled], label_c1)
     if slope is not None:
         dlogits.mul_(slope)
     if form.scale != 1.0:

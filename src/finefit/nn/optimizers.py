@@ -131,8 +131,8 @@ class Optimizer(torch.optim.Optimizer):
         self.rule: Rule = AdamW()
         self.home = Home()
         self.at_once = 2**62  # elements stepped together
-        self.completing: list[Callable[[], None]] = []
-        """What else makes gradients whole, once their home has gathered them."""
+        self.completing: list[Callable[[Mapping[Parameter, Parameter]], None]] = []
+        """What else makes gradients of all that is stepped whole, once their home has gathered them."""
         self.stepped: dict[Parameter, Parameter] = {}  # by the model's
         self.updated: set[Parameter] = set()
         """Of what is stepped, all that has had a gradient: wherever that was, and however soon it was gone."""
@@ -182,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
         """What has a gradient to clip and to step by, when backward is over."""
         self.home.gather()
         for complete in self.completing:
-            complete()
+            complete(self.stepped)
         return [one for one in self.stepped.values() if one.grad is not None]
 
     def all_held(self) -> list[Tensor]:

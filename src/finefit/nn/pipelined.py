@@ -87,7 +87,8 @@ class Pipelined(Passes):
 
     @staticmethod
     def _shape(run: Run, row: MicroBatch) -> tuple[int, int, int]:
-        return 1, row.ids_bs.numel(), run.model.config.get_text_config().hidden_size
+        tokens = row.ids_bs.numel() // run.world.mesh.tensor
+        return 1, tokens, run.model.config.get_text_config().hidden_size
 
     def score(self, run: Run, batch: MicroBatch, ledger: Ledger | NoLedger) -> Tensor:
         row, ranks, loss = (
@@ -239,12 +240,14 @@ def share_ends(run: Run, group: dist.ProcessGroup, is_first: bool) -> None:
     """A weight that is the embedding's on a pipeline's first stage is the head's on its last: the gradient of either is the
     sum of both, and counts once."""
 
-    def complete() -> None:
-        tied: Parameter = run.model.get_input_embeddings().weight  # storages come later
+    model, world = run.model, run.world  # all of the run would be there for as long as its optimizer
+
+    def complete(stepped: Mapping[Parameter, Parameter]) -> None:
+        tied: Parameter = model.get_input_embeddings().weight  # storages come later
         if tied.grad is None:
             tied.grad = torch.zeros_like(tied)
         dist.all_reduce(local(tied.grad), group=group)
         if not is_first:
-            run.world.copies = {run.optimizer.stepped[tied]}
+            world.copies.add(stepped[tied])
 
     run.optimizer.completing.append(complete)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..parts import cuts_of
 from ..run import blocks_of
 
 
@@ -22,8 +23,10 @@ class Passing(nn.Module):
 
     def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
-        found = block.modules() if block is not None else ()
-        self.adapters_elsewhere = tuple(module.lora_A.shape for module in found if hasattr(module, "lora_A"))
+        found = [module for module in block.modules() if hasattr(module, "lora_A")] if block is not None else []
+        self.adapters_elsewhere = tuple(
+            part.shape if (part := cuts_of(module).get("lora_A")) else module.lora_A.shape for module in found
+        )
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return hidden_states

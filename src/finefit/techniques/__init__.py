@@ -30,11 +30,11 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     Precision,
     QuantizedBase,
     Lora,
-    TensorParallel,
     PipelineParallel,
     ContextParallel,
     DataParallel,
     Zero,
+    TensorParallel,  # around what the others do with gradients
     OptimizerStates,
     FusedOps,
     Fp32Islands,  # of the modules that are there at last
