@@ -6,15 +6,14 @@ costs nothing. For trying what a run does where memory is short.
 
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .parts import before_resizing, local
+from .parts import Following, local
 from .scratch import is_mapped
 from .units import format_bytes
 
@@ -28,22 +27,13 @@ class Refused(torch.OutOfMemoryError):
         super().__init__(f"{asked} were asked for, {held} of the allowed {limit} are in use")
 
 
-class Cap(TorchDispatchMode):
+class Cap(Following):
     """Use as a context. ``live_bytes`` are those of storages that operators made within it."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__()
+        super().__init__(self._resized)
         self.limit_bytes, self.live_bytes = limit_bytes, 0
         self._known: dict[int, int] = {}  # bytes by storage
-        self._following = ExitStack()
-
-    def __enter__(self) -> Any:
-        self._following.enter_context(before_resizing(self._resized))
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._following.close()
-        super().__exit__(*raised)
 
     def _resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         if storage._cdata in self._known:

@@ -241,33 +241,30 @@ class Divided:
             whole = (self.depth if self.stage == 2 else of_block) * self.block + self.waiting
         elif name.endswith(
             "before"
-        ):  # what is outside the blocks was gathered and is copied out, and so is the first of them
+        ):  # what is outside the blocks is copied out of what was gathered, and the first block
             first = self.outer + self.block + self.waiting
             whole = max(first, (self.stage == 2) * self.depth * self.block)
         else:
             whole = (self.stage == 2) * self.depth * self.block
-        follows = (
-            of_block and backward and name != self.last
-        )  # nothing is reduced before the last block, which is first
+        follows = of_block and backward and name != self.last  # which is first: nothing was reduced before it
         return self.outer + whole + self.reduced * follows + self.passing * of_block
 
 
 def _last_reduction(layout: Layout, sums: _Sums) -> int:
     """Beside all shards, when what is outside the blocks is reduced: before its own are there, or when its gradients are gone
     but for the embedding's, which autograd still has. Stage 2 keeps all weights but in a step's last micro-batch."""
-    trained = [g for g in layout.groups if g.trainable and not _is_block(g)]
-    shards = sum(g.shard(layout.mesh.sharing) * g.count * g.bits // 8 for g in trained)
-    first, many = layout.micro_steps == 1, layout.micro_steps > 2
-    keeps = (layout.mesh.stage == 2 and not first) * (sums.outer + sums.blocks)
-    if layout.mesh.stage == 2:
-        return keeps + max(sums.last - shards * (not many), sums.embedding + shards * many)
-    return max(sums.last - shards * first, sums.embedding + shards * (not first))
+    mesh, steps = layout.mesh, layout.micro_steps
+    shards = sum(g.shard_bytes(mesh.sharing) for g in layout.groups if g.trainable and not _is_block(g))
+    keeps = (mesh.stage == 2 and steps > 1) * (sums.outer + sums.blocks)
+    if steps <= (2 if mesh.stage == 2 else 1):  # there are none of an earlier micro-batch
+        return keeps + max(sums.last - shards, sums.embedding)
+    return keeps + max(sums.last, sums.embedding + shards)
 
 
 def _passing(layout: Layout) -> int:
     """A block's shards on their way between device and host, where they are there: before they are cast, or gradients."""
     placed = [g for g in layout.groups if g.place and _is_block(g)]
-    return sum(g.shard(layout.mesh.sharing) * g.count * g.bits // 8 for g in placed) // layout.depth
+    return sum(g.shard_bytes(layout.mesh.sharing) for g in placed) // layout.depth
 
 
 def _add(parts: dict[str, int], component: str, n_bytes: int) -> None:

@@ -46,6 +46,10 @@ class ParamGroup:
         rows = self.rows or self.numel
         return -(-rows // ranks) * (self.numel // rows)
 
+    def shard_bytes(self, ranks: int) -> int:
+        """Of the largest of ``ranks`` shards of each, together."""
+        return self.shard(ranks) * self.count * self.bits // 8
+
     def piece(self, ranks: int = 1) -> Piece:
         """One tensor, or the largest of ``ranks`` shards of it, as an optimizer sees it."""
         return Piece(self.shard(ranks), -(-self.rows // ranks), self.columns, self.bits)

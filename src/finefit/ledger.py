@@ -12,16 +12,15 @@ where it was born is temporary.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .footprint import COMPONENTS
-from .parts import before_resizing, local
+from .parts import Following, local
 from .scratch import is_mapped
 from .stream import Entry, Stream, block_of
 
@@ -33,7 +32,7 @@ Workspace = Callable[[Sequence[Any], Any], int]
 _ALIKE = tuple(getattr(torch.ops.aten, op).default for op in ("zeros_like", "empty_like", "new_empty"))
 
 
-class Ledger(Stream, TorchDispatchMode):
+class Ledger(Stream, Following):
     """Use as a context; ``mark(name)`` opens the next section. ``entries`` is in order of birth.
 
     ``workspaces`` says, by operator, how many bytes its kernel takes while it runs: for fake tensors that stand for
@@ -42,10 +41,9 @@ class Ledger(Stream, TorchDispatchMode):
 
     def __init__(self, workspaces: Mapping[Any, Workspace] | None = None, device: str = "cpu") -> None:
         Stream.__init__(self)
-        TorchDispatchMode.__init__(self)
+        Following.__init__(self, self._resized)
         self.workspaces, self.device = workspaces or {}, device
         self._live: dict[int, int] = {}  # storage key → entry
-        self._following = ExitStack()
         self._coming = ""
 
     def mark(self, name: str) -> None:
@@ -67,14 +65,6 @@ class Ledger(Stream, TorchDispatchMode):
         """Say that no engine cuts these tensors."""
         for tensor in tensors:
             self.entries[self._see(tensor)].whole = True
-
-    def __enter__(self) -> Any:
-        self._following.enter_context(before_resizing(self._resized))
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._following.close()
-        super().__exit__(*raised)
 
     def _resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         if storage._cdata in self._live:

@@ -5,7 +5,7 @@ What all this is a part of may be a tensor-parallel rank's cut of the model's we
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -45,8 +46,24 @@ def put(into: Tensor, whole: Tensor) -> None:
         into.copy_(whole)
 
 
+class Following(TorchDispatchMode):
+    """A mode that while it is on also hears of each storage that is about to have another size, by ``told``."""
+
+    def __init__(self, told: Callable[[torch.UntypedStorage, int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._told, self._following = told, ExitStack()
+
+    def __enter__(self) -> Any:
+        self._following.enter_context(_before_resizing(self._told))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        self._following.close()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+
 @contextmanager
-def before_resizing(told: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+def _before_resizing(told: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
     """``told`` hears of each storage that is about to have another size: FSDP2 keeps the tensors it gathers into, and takes
     and frees their memory so, which no operator shows."""
     resize: Any = torch.UntypedStorage.resize_

@@ -103,7 +103,7 @@ def shards_brought(layout: Layout, work: Work) -> float:
     """Bytes of shards that a step brings to a device from its host: whenever weights are gathered."""
     times = {2: 1.0, 3: 2 * max(work.mean_steps, 1.0)}.get(layout.mesh.stage, 0.0)
     placed = [g for g in layout.groups if g.place == "host"]
-    return times * sum(g.shard(layout.mesh.sharing) * g.count * g.bits / 8 for g in placed)
+    return times * sum(g.shard_bytes(layout.mesh.sharing) for g in placed)
 
 
 def _held_bytes(layout: Layout) -> tuple[float, float]:

@@ -2,7 +2,21 @@
 
 import pytest
 from pool import note
-from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, MICRO, SGD, TECHNIQUES, as_alone, differences
+from test_data_ranks import (
+    BASE,
+    CLIPPED,
+    CONFIG,
+    FULL,
+    LENGTHS,
+    MICRO,
+    SGD,
+    TECHNIQUES,
+    are_alike,
+    as_alone,
+    differences,
+    of_kind,
+    peaks_of,
+)
 
 MESHES = {
     "context": {"context": 2}, "zero1": {"context": 2, "stage": 1}, "zero2": {"context": 2, "stage": 2},
@@ -35,21 +49,14 @@ def square(quick, *sides):
 
 def check(ranks, mesh, techniques, config=HEADS, rel=1e-6):
     found, alone = as_alone(ranks, mesh, techniques, config, rate=1e-2 if SGD in techniques else 1e-4)
-    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=rel)
-    largest, whole = differences(found["weights"], alone["weights"])
-    assert largest < 2e-6 and whole < 1e-6
+    are_alike(found, alone, loss=rel)
     note(mesh, next(kind for kind, known in TECHNIQUES.items() if known is techniques), "exact", ranks.size)
 
 
 def peaks(ranks, mesh, techniques, lengths=(256,), micro_steps=1, **changes):
     """Predicted and measured, of each rank; its states are as predicted to the byte."""
     config = {**HEADS, "num_hidden_layers": 6, "vocab_size": 512, "tie_word_embeddings": False, **changes}
-    wanted = [*techniques, CLIPPED, {**MICRO, "most_steps": micro_steps}]
-    found = ranks.call("measured", mesh, wanted, config, lengths, micro_steps)
-    for predicted, measured in (rank["states"] for rank in found):
-        assert predicted == measured
-    return [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
+    return peaks_of(ranks, mesh, techniques, config, lengths, micro_steps)
 
 
 @pytest.mark.parametrize(("mesh", "kind"), square(LEARNT, MESHES, TECHNIQUES))
@@ -100,15 +107,7 @@ def test_a_held_out_loss_is_that_of_all_tokens(two):
 
 @pytest.mark.parametrize(("mesh", "kind", "micro_steps"), square(MEASURED, MESHES, KINDS, (1, 2)))
 def test_a_ranks_bytes_are_those_that_are_predicted(two, mesh, kind, micro_steps):
-    lora = {"name": "lora", "rank": 4}
-    more = {
-        "bf16 lora": [lora], "bf16 qlora": [lora, {"name": "quantized_base", "chunk": 2**14}],
-        "checkpointed": [{"name": "checkpointing", "blocks": 4}],
-        "8-bit states": [{"name": "optimizer_states", "kind": "adamw_8bit", "chunk": 2**12}],
-    }.get(kind, [])  # fmt: skip
-    precision = {"checkpointed": "bf16_mixed", "8-bit states": "fp32"}.get(kind, kind.partition(" ")[0])
-    techniques = [{"name": "precision", "kind": precision}, *more, *BASE]
-    found = peaks(two, MESHES[mesh], techniques, micro_steps=micro_steps)
+    found = peaks(two, MESHES[mesh], of_kind(kind), micro_steps=micro_steps)
     assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in found)
     note(MESHES[mesh], kind, "bytes", 2)
 

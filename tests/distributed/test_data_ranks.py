@@ -43,6 +43,14 @@ def differences(found, alone):
     return max(off / size for off, size in apart.values() if size), whole
 
 
+def are_alike(found, alone, loss=1e-6, largest=2e-6):
+    """Losses, norms and counts of every step; weights, of the tensor that differs most and of all together."""
+    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=loss)
+    most, whole = differences(found["weights"], alone["weights"])
+    assert most < largest and whole < 1e-6
+
+
 OF_FOUR = {
     "data of four": {"replicas": 4}, "zero1 of four": {"shards": 4, "stage": 1}, "zero3 of four": {"shards": 4, "stage": 3},
     "hybrid zero2": {"replicas": 2, "shards": 2, "stage": 2}, "hybrid zero3": {"replicas": 2, "shards": 2, "stage": 3},
@@ -68,10 +76,7 @@ def some(meshes, kinds, few):
 
 def learns_the_same(ranks, mesh, kind):
     found, alone = as_alone(ranks, mesh, TECHNIQUES[kind], rate=1e-2 if SGD in TECHNIQUES[kind] else 1e-4)
-    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
-    largest, whole = differences(found["weights"], alone["weights"])
-    assert largest < 2e-6 and whole < 1e-6
+    are_alike(found, alone)
     note(mesh, kind, "exact", ranks.size)
 
 
@@ -104,8 +109,8 @@ LEAN = {
 }
 
 
-def has_the_bytes(ranks, mesh, kind, micro_steps):
-    """To the byte for states; at each moment, but for what a process that communicates lets go of a moment later."""
+def of_kind(kind):
+    """Techniques of a word of ``KINDS``."""
     lora = {"name": "lora", "rank": 4}
     more = {
         "bf16 lora": [lora], "bf16 qlora": [lora, {"name": "quantized_base", "chunk": 2**14}],
@@ -113,12 +118,22 @@ def has_the_bytes(ranks, mesh, kind, micro_steps):
         "8-bit states": [{"name": "optimizer_states", "kind": "adamw_8bit", "chunk": 2**12}],
     }.get(kind, [])  # fmt: skip
     precision = {"checkpointed": "bf16_mixed", "8-bit states": "fp32"}.get(kind, kind.partition(" ")[0])
-    techniques = [{"name": "precision", "kind": precision}, *more, *BASE, CLIPPED, {**MICRO, "most_steps": micro_steps}]
-    config = {**CONFIG, "num_hidden_layers": 6, "vocab_size": 512, "tie_word_embeddings": False}
-    found = ranks.call("measured", mesh, techniques, config, (128, 128), micro_steps)
+    return [{"name": "precision", "kind": precision}, *more, *BASE]
+
+
+def peaks_of(ranks, mesh, techniques, config, lengths, micro_steps):
+    """Predicted and measured, of each rank; its states are as predicted to the byte."""
+    wanted = [*techniques, CLIPPED, {**MICRO, "most_steps": micro_steps}]
+    found = ranks.call("measured", mesh, wanted, config, lengths, micro_steps)
     for predicted, measured in (rank["states"] for rank in found):
         assert predicted == measured
-    peaks = [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
+    return [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
+
+
+def has_the_bytes(ranks, mesh, kind, micro_steps):
+    """To the byte for states; at each moment, but for what a process that communicates lets go of a moment later."""
+    config = {**CONFIG, "num_hidden_layers": 6, "vocab_size": 512, "tie_word_embeddings": False}
+    peaks = peaks_of(ranks, mesh, of_kind(kind), config, (128, 128), micro_steps)
     assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in peaks)
     note(mesh, kind, "bytes", ranks.size)
 
@@ -153,8 +168,5 @@ def test_shards_on_the_host_learn_what_one_process_does(two, mesh, kind):
     rate = 1e-2 if SGD in alone else 1e-4
     found = two.call("trained", MESHES[mesh], wanted, CONFIG, 5, LENGTHS, rate)[0]
     expected = two.call("trained", {}, plain, CONFIG, 5, LENGTHS, rate)[0]
-    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
-    largest, whole = differences(found["weights"], expected["weights"])
-    assert largest < 2e-6 and whole < 1e-6
+    are_alike(found, expected)
     note(MESHES[mesh], kind, "exact", two.size)

@@ -10,7 +10,19 @@ import shutil
 
 import pytest
 from pool import note
-from test_data_ranks import BASE, CLIPPED, CONFIG, FULL, LENGTHS, LORA, MICRO, SGD, TECHNIQUES, as_alone, differences
+from test_data_ranks import (
+    BASE,
+    CLIPPED,
+    CONFIG,
+    FULL,
+    LENGTHS,
+    LORA,
+    MICRO,
+    SGD,
+    TECHNIQUES,
+    are_alike,
+    as_alone,
+)
 from test_runs import begin, differ, finish, train, weights
 
 from finefit.toolchain import toolchain
@@ -28,10 +40,7 @@ KINDS = {name: TECHNIQUES[name] for name in ("full", "checkpointed", "lora", "pl
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_learn_what_one_process_does(two, mesh, kind):
     found, alone = as_alone(two, MESHES[mesh], KINDS[kind], rate=1e-2 if SGD in KINDS[kind] else 1e-4)
-    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
-    largest, whole = differences(found["weights"], alone["weights"])
-    assert largest < 2e-6 and whole < 1e-6
+    are_alike(found, alone)
     note(MESHES[mesh], kind, "exact", two.size, "deepspeed")
 
 
@@ -56,10 +65,7 @@ def test_what_is_offloaded_learns_the_same(two, places, tmp_path):
     wanted = [*FULL, CLIPPED, MICRO]
     found = two.call("trained", {"shards": 2}, [*wanted, zero], CONFIG, 5, LENGTHS, 1e-4, limit_s=900)[0]
     alone = two.call("trained", {}, wanted, CONFIG, 5, LENGTHS, 1e-4)[0]
-    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
-    largest, whole = differences(found["weights"], alone["weights"])
-    assert largest < 2e-6 and whole < 1e-6
+    are_alike(found, alone)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])

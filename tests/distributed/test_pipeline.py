@@ -1,8 +1,9 @@
 """Stages of a pipeline against one process: loss, norm and weights; bytes against the prediction."""
 
 import pytest
+import test_data_ranks
 from pool import note
-from test_data_ranks import BASE, CLIPPED, FULL, MICRO, SGD, TECHNIQUES, as_alone, differences
+from test_data_ranks import BASE, CLIPPED, FULL, MICRO, SGD, TECHNIQUES, are_alike, as_alone, of_kind
 
 DEEP = {
     "hidden_size": 128,
@@ -27,11 +28,8 @@ UNTIED = {**DEEP, "tie_word_embeddings": False}
 
 def learns_as_alone(ranks, mesh, techniques, config=DEEP):
     found, alone = as_alone(ranks, mesh, techniques, config, rate=1e-2 if SGD in techniques else 1e-4)
-    for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+    are_alike(found, alone)
     assert found["scale"] == alone["scale"]
-    largest, whole = differences(found["weights"], alone["weights"])
-    assert largest < 2e-6 and whole < 1e-6
     note(mesh, next(kind for kind, known in TECHNIQUES.items() if known is techniques), "exact", ranks.size)
 
 
@@ -93,20 +91,10 @@ def test_bytes_of_products_with_other_meshes(four, mesh, kind, micro_steps):
 
 
 def peaks_of(ranks, mesh, kind, micro_steps):
-    """(predicted, measured) by rank; states are the same to the byte."""
-    lora = {"name": "lora", "rank": 4}
-    more = {
-        "bf16 lora": [lora], "bf16 qlora": [lora, {"name": "quantized_base", "chunk": 2**14}],
-        "checkpointed": [{"name": "checkpointing", "blocks": 4}],
-    }.get(kind, [])  # fmt: skip
-    precision = {"checkpointed": "bf16_mixed"}.get(kind, kind.partition(" ")[0])
-    techniques = [{"name": "precision", "kind": precision}, *more, *BASE, CLIPPED, {**MICRO, "most_steps": micro_steps}]
     config = {**DEEP, "num_hidden_layers": 6, "vocab_size": 512}
-    found = ranks.call("measured", mesh, techniques, config, (128, 128), micro_steps)
-    for predicted, measured in (rank["states"] for rank in found):
-        assert predicted == measured
+    peaks = test_data_ranks.peaks_of(ranks, mesh, of_kind(kind), config, (128, 128), micro_steps)
     note(mesh, kind, "bytes", ranks.size)
-    return [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
+    return peaks
 
 
 HALF = ({"name": "precision", "kind": "fp16_mixed"}, *BASE)

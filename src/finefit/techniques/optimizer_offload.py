@@ -28,7 +28,7 @@ def host_bytes(layout: Layout) -> int:
     trained, ranks = [g for g in layout.groups if g.trainable], layout.mesh.sharing
     tensors = [(layout.update.tensors(g.piece(ranks)), g.count) for g in trained]
     states = sum(sum(each) * count for each, count in tensors) if layout.states_on == "host" else 0
-    weights = sum(g.shard(ranks) * g.count * g.bits // 8 for g in trained)
+    weights = sum(g.shard_bytes(ranks) for g in trained)
     if layout.mesh.devices > 1:  # DeepSpeed's masters are there beside its gradients
         each = 2 if layout.mesh.engine == "deepspeed" else 1
         return states + weights * each * (layout.gradients_on == "host")

@@ -114,6 +114,5 @@ def pinned_bytes(layout: Layout) -> int:
     that files are read into."""
     places = {g.place for g in layout.groups}
     if layout.mesh.devices > 1:
-        ranks = layout.mesh.sharing
-        return sum(g.shard(ranks) * g.bits // 8 * g.count for g in layout.groups if g.place == "host")
+        return sum(g.shard_bytes(layout.mesh.sharing) for g in layout.groups if g.place == "host")
     return STAGES if "disk" in places else sum(_aligned(g) * g.count for g in layout.groups if g.place == "host")
