@@ -171,6 +171,8 @@ def fill_random(seed: int) -> Fill:
                 value = drawn + (1.0 if len(shape) == 1 and "bias" not in name else 0.0)
                 home.put(name, weight, cut.of(value) if cut else value)
                 del drawn, value  # or they would be there while the next ones are drawn
+            for _, buffer in sorted(kept_buffers(model).items()):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
     return fill
 

@@ -103,8 +103,6 @@ def test_every_family_can_be_streamed(name):
     """Three blocks; embeddings that scale their rows, blocks of two kinds, stacks of experts, windows, biases."""
     used = (Lora(4), Packing()) if models._attention_of(family_config(name)) == "finefit" else (Lora(4),)
     resident, run = run_of(used, family_config(name)), poisoned(run_of((*used, DISK), family_config(name)))
-    for own, kept in zip(run.model.buffers(), resident.model.buffers(), strict=True):
-        own.copy_(kept)  # random weights leave some buffers as they are found
     assert_equal(result(run), result(resident))
 
 
