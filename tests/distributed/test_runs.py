@@ -109,7 +109,7 @@ def test_devices_that_share_every_matrix_learn_what_one_does(tmp_path, model, da
         assert differ(weights(run, method), found["one"]) < (1e-6 if method == "full" else 1e-3)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_all_and_loses_nothing(tmp_path, alone, model, data, rank):  # noqa: F811
     """Another number of devices goes on where it was."""
     process = train(

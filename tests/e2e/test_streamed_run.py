@@ -10,7 +10,7 @@ SHORT = ("method=lora", "lora.rank=4", "train.global_batch_size=8", "train.max_l
          "train.steps=4", "train.save_every=2")  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["lora", "qlora"])
+@pytest.fixture(scope="module", params=[pytest.param("lora", marks=pytest.mark.slow), "qlora"])
 def runs(request, finefit, model, data, tmp_path_factory):
     """(resident, streamed): the same run but for where the weights are."""
     folder = tmp_path_factory.mktemp("runs")

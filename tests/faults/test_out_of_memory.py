@@ -109,12 +109,10 @@ def undisturbed(model, data, tmp_path_factory):
 ONCE = [
     ("load", 0, 0),
     ("backward_peak", 3, 5),
-    ("optimizer_step", 3, 5),
-    ("eval", 3, 2),
     ("save", 2, 0),
 ]
 MORE = [
-    *((f"rehearsal {m}", 0, 3) for m in IN_STEP), ("forward_end", 3, 5), ("loss", 3, 5), *((m, s, 0) for m in IN_STEP for s in (0, 4)), ("eval", 0, 0),
+    *((f"rehearsal {m}", 0, 3) for m in IN_STEP), ("forward_end", 3, 5), ("loss", 3, 5), ("optimizer_step", 3, 5), ("eval", 3, 2), *((m, s, 0) for m in IN_STEP for s in (0, 4)), ("eval", 0, 0),
     ("eval", 6, 0), ("save", 4, 1),
 ]  # fmt: skip
 AT = [*ONCE, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
