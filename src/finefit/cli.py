@@ -30,7 +30,11 @@ MemoryLimit = Annotated[
 Adapt = Annotated[bool, typer.Option("--adapt", help="use memory that turns out to be free: a faster plan, once")]
 Devices = Annotated[
     str | None,
-    typer.Option(help="how many devices: 2, or cpu:4 for processes on this CPU; with --gpu, of those in a machine"),
+    typer.Option(
+        "--devices",
+        "--gpus-per-node",
+        help="how many devices: 2, or cpu:4 for processes on this CPU; with --gpu, of those in a machine",
+    ),
 ]
 Words = Annotated[list[str] | None, typer.Argument(help="MODEL [DATA] or run.yaml, then key=value settings")]
 

@@ -34,7 +34,7 @@ MEASURED = {
 }  # fmt: skip
 KINDS = ("fp32", "bf16_mixed", "bf16 lora", "bf16 qlora", "checkpointed", "8-bit states")
 FAMILIES = {
-    "mistral": {"sliding_window": 20}, "qwen3": {}, "phi3": {}, "granite": {"logits_scaling": 4.0},
+    "mistral": {"sliding_window": 20}, "qwen3": {}, "phi3": {}, "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.1},
     "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 1.5},
 }  # fmt: skip
 
@@ -47,9 +47,9 @@ def square(quick, *sides):
     return [pytest.param(*one, marks=() if one in quick else pytest.mark.slow) for one in found]
 
 
-def check(ranks, mesh, techniques, config=HEADS, rel=1e-6):
+def check(ranks, mesh, techniques, config=HEADS):
     found, alone = as_alone(ranks, mesh, techniques, config, rate=1e-2 if SGD in techniques else 1e-4)
-    are_alike(found, alone, loss=rel)
+    are_alike(found, alone)
     note(mesh, next(kind for kind, known in TECHNIQUES.items() if known is techniques), "exact", ranks.size)
 
 
@@ -74,7 +74,9 @@ def test_four_ranks_learn_what_one_process_does(four, mesh, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_of_a_family_sees_what_it_would_alone(two, family):
-    check(two, MESHES["context"], FULL, {**HEADS, "family": family, **FAMILIES[family]}, rel=2e-6)
+    """By SGD: what rounding there is in attention isn't made a step of, as AdamW's first ones would where gradients are small."""
+    config = {**HEADS, "family": family, **FAMILIES[family]}
+    are_alike(*as_alone(two, MESHES["context"], (*FULL, SGD), config, rate=1e-2))
 
 
 @pytest.mark.parametrize("mesh", ["context", pytest.param("zero3", marks=pytest.mark.slow)])
