@@ -198,6 +198,9 @@ class Divided:
         self.lets_go = self.stage == 2 and mesh.stages == 1
         """Of blocks that stay gathered until backward, as that is through with them."""
         self.waiting = self.block if fresh or self.stage == 3 else max(self.block - fixed["gradient"], 0)
+        in_place = fresh and all(g.bits == 8 * _FP32 for g in layout.groups if g.trainable and _is_block(g))
+        self.joined = 0 if in_place or not self.reduces or mesh.copies == 1 else self.reduced // mesh.sharing
+        """Of a block, what replicas summed of its shards: kept until all of backward is over, beside what it is added to."""
         self.kept = (fixed["gradient"] / whole if fresh else 0.0) if self.reduces and whole else 1.0
 
     def section(self, name: str, section: Section) -> Section:
@@ -208,7 +211,7 @@ class Divided:
         if of_block and name.startswith("backward"):
             if "gradient" in end:
                 end["gradient"] = round(end["gradient"] * self.kept)
-            _add(end, "temporary", -self.block * self.lets_go)
+            _add(end, "temporary", self.joined - self.block * self.lets_go)
         if held := self._held(name, of_block):
             top["temporary"] = top.get("temporary", 0) + held
         return Section(end, top, sum(top.values()))
@@ -222,6 +225,11 @@ class Divided:
             there = table
             _add(end, "gradient", -table)
         _add(top, "gradient", -min(there, top.get("gradient", 0)))
+
+    @property
+    def over(self) -> int:
+        """Bytes that are let go of when backward is over."""
+        return self.depth * self.joined
 
     @property
     def gathered(self) -> int:

@@ -106,7 +106,7 @@ class Step:
     up to ``BUCKET`` elements ahead of their use and behind it.
     """
 
-    gathered = last_reduction = 0
+    gathered = last_reduction = over = 0
 
     def __init__(self, held: Partitioned, fixed: Mapping[str, int]) -> None:
         layout = held.layout

@@ -281,6 +281,7 @@ class _Walk:
             self.live["gradient"] = self.fixed["gradient"]
             last = self.divided.last_reduction if self.divided else 0
             self._look("backward_peak", Section({}, {"temporary": last}, last))
+            self.live["temporary"] -= self.divided.over if self.divided else 0
             if self.pipe.before:
                 self.live |= dict.fromkeys(_HELD, 0)
 
