@@ -62,7 +62,7 @@ class Pipelined(Passes):
         turns = Turns(self, run, rows, labelled, told, ledger)
         stages = [self._stage(turns, number) for number in self.stages]
         number_m = torch.arange(len(rows))
-        self._schedule(stages, len(rows)).step(number=number_m, target=number_m)
+        self._schedule(stages, len(rows)).step(target=number_m)
 
     def _stage(self, turns: "Turns", number: int) -> "HeldStage":
         stage = self.stages[number]
@@ -145,10 +145,10 @@ class Turn(nn.Module):
 
     def __init__(self, turns: Turns, stage: Stage) -> None:
         super().__init__()
-        self.turns, self.stage = turns, stage
+        self.turns, self.stage, self.number = turns, stage, 0
 
-    def forward(self, hidden_1th: Tensor | None = None, *, number: Tensor) -> Tensor:
-        return self.turns.forward(self.stage, hidden_1th, int(number))
+    def forward(self, hidden_1th: Tensor | None = None) -> Tensor:
+        return self.turns.forward(self.stage, hidden_1th, self.number)
 
 
 class HeldStage(PipelineStage):
@@ -186,6 +186,7 @@ class HeldStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._begin()
+        self.submod.number = fwd_chunk_id
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._let_go(self.args_recv_info[fwd_chunk_id])
         return out
