@@ -125,7 +125,8 @@ def _nobody_is_asked() -> Iterator[None]:
     """Stages vote on whether all know their shapes (torch 2.13); ours do, and a vote of ranks that are not there has no result."""
     from torch.distributed.pipelining import schedules
 
-    kind: Any = schedules._PipelineSchedule
+    torchs: Any = schedules
+    kind = torchs._PipelineSchedule
     vote = getattr(kind, "_warmup_p2p", None)
     if vote is None:
         yield
@@ -133,7 +134,7 @@ def _nobody_is_asked() -> Iterator[None]:
 
     def agreed(_schedule: Any, stages: Any, *_: Any) -> None:
         for stage in stages:
-            stage._inference_mode = schedules.InferenceMode.STATIC
+            stage._inference_mode = torchs.InferenceMode.STATIC
 
     kind._warmup_p2p = agreed
     try:
