@@ -190,6 +190,7 @@ class Units(Gathering):
         self.post_backward()
         self.release_all("gathered")
         self.reduce(ROOT)
+        self.release_all("summed")
         if not self.stays_whole:
             self.release_all("unit")
         self.release("reducing")
@@ -251,7 +252,12 @@ class Units(Gathering):
 
     def sharded(self, unit: int, n_bytes: int) -> None:
         """Shards are born in the type of the reduction, and cast to that of the parameters."""
-        if self.again:
+        spread = self.run.spread
+        if self.again and spread.engine == "fsdp2" and 0 < spread.shards < spread.data:
+            self.hold(
+                f"summed {unit}", round(n_bytes * self.reduced) // self.ranks, REDUCE
+            )  # by replicas, added, and kept
+        elif self.again:
             self.passing(round(n_bytes * self.reduced) // self.ranks, REDUCE)
         else:
             self._shards(unit)
