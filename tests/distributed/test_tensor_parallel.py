@@ -73,8 +73,8 @@ def test_a_step_that_a_scaler_skips_is_skipped_by_all(two):
 )  # fmt: skip
 def test_families_learn_what_they_do_alone(two, name, packed):
     config = {"family": name.split(" ")[0], "num_hidden_layers": 3, **FAMILIES[name]}
-    wanted = [*(FULL if packed else PLAIN), CLIPPED, MICRO]
-    found, alone = (two.call("trained", mesh, wanted, config, 2, LENGTHS, 1e-4)[0] for mesh in (TWO, {}))
+    wanted = [*(FULL if packed else PLAIN), SGD, CLIPPED, MICRO]  # AdamW would make steps of rounding
+    found, alone = (two.call("trained", mesh, wanted, config, 2, LENGTHS, 1e-2)[0] for mesh in (TWO, {}))
     for ours, theirs in zip(found["steps"], alone["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     assert differences(found["weights"], alone["weights"])[1] < 1e-6
@@ -84,7 +84,7 @@ KINDS = ("fp32", "bf16_mixed", "bf16 lora", "checkpointed", "8-bit states")
 
 
 def bytes_as_predicted(ranks, mesh, kind, micro_steps):
-    """To the byte for states; at the peak, but for what a process that communicates lets go of a moment later."""
+    """To the byte for states; predicted and measured at the peak."""
     more = {
         "bf16 lora": [{"name": "lora", "rank": 4}], "checkpointed": [{"name": "checkpointing", "blocks": 4}],
         "8-bit states": [{"name": "optimizer_states", "kind": "adamw_8bit", "chunk": 2**12}],
@@ -99,11 +99,15 @@ def bytes_as_predicted(ranks, mesh, kind, micro_steps):
     return [[max(moment[i] for moment in rank["moments"].values()) for i in (0, 1)] for rank in found]
 
 
+ROWS = 256 * 128 * 4
+"""Bytes of what was sent last: gloo's thread lets go of it when it comes to it, seldom after the next is there."""
+
+
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ranks_bytes_are_those_that_are_predicted(two, kind, micro_steps):
     for predicted, measured in bytes_as_predicted(two, TWO, kind, micro_steps):
-        assert predicted == pytest.approx(measured, rel=0.01)
+        assert predicted == pytest.approx(measured, abs=0.01 * measured + ROWS)
 
 
 @pytest.mark.slow
