@@ -84,6 +84,7 @@ def carried_on(mesh, techniques, config, folder, steps, lengths, rate=1e-3):
     first, last = steps
     run, _, _ = run_of(mesh, techniques, config, rate)
     assert checkpoint.load_newest(run, Path(folder), print) == first
+    dist.barrier()  # each alone: none may save before all have looked
     for step in range(first, last):
         examples = examples_of([length + 3 * step for length in lengths], seed=step)
         loop.optimizer_step(run, batches_of(run, examples), rate)
