@@ -17,6 +17,7 @@ read with an allocator that gives memory back at once, the same for all. Writes 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,12 @@ from typing import Any
 from accuracy_cpu import commit, machine
 
 HERE = Path(__file__).parent
+RESULT = HERE / "results" / "ranks-cpu.json"
+TABLE = re.compile(r"(<!-- ranks-speed -->\n).*?(<!-- /ranks-speed -->)", re.DOTALL)
+HEADS = {
+    "en": ("way", "wrapped by", "real tokens/s (min, median, max)", "most resident of a rank"),
+    "zh": ("方式", "由谁包装", "真实 tokens/s（最小、中位、最大）", "单个 rank 最大常驻内存"),
+}
 MODEL = "SmolLM2-135M-Instruct"
 EXAMPLES, GLOBAL_BATCH, MICRO, RATE, MAX_NORM, LONGEST = 512, 8, 2, 2e-5, 1.0, 512
 # what is run: (kind, settings)
@@ -63,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="that are counted, after one that is not")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "ranks-cpu.json")
+    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.rank:
         measured(given)
@@ -80,6 +87,24 @@ def main() -> None:
             )
             print(f"round {number + 1}: {way}: {said}", flush=True)
     given.out.write_text(json.dumps([row(way, found[way], given) for way in ways], indent=1) + "\n")
+    if given.out == RESULT:
+        write_tables(json.loads(RESULT.read_text()))
+
+
+def write_tables(rows: list[dict[str, Any]]) -> None:
+    """The rows as the tables of both pages, the fastest first."""
+    for lang, head in HEADS.items():
+        path = HERE.parent / "docs" / lang / "concepts" / "several_devices.md"
+        lines = [f"| {' | '.join(head)} |", "|---|---|---:|---:|"]
+        for one in sorted((r for r in rows if "error" not in r), key=lambda r: -r["real_tokens_per_s"]["median"]):
+            rates = one["real_tokens_per_s"]
+            speed = f"{rates['min']:.0f}, **{rates['median']:.0f}**, {rates['max']:.0f}"
+            lines.append(f"| {one['way']} | {one['wrapped_by']} | {speed} | {one['peak_rss_bytes'] / 1e6:,.0f} MB |")
+        first = rows[0]
+        lines += ["", f"{first['job']}; {first['machine']}, {first['date']}, torch {first['versions']['torch']}."]
+        told = "\n".join(lines)
+        text = TABLE.sub(lambda mark, told=told: f"{mark[1]}{told}\n{mark[2]}", path.read_text("utf-8"))
+        path.write_text(text, "utf-8")
 
 
 def row(way: str, rounds: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, Any]:

@@ -156,7 +156,8 @@ def _wished(question: Question) -> Iterator[Mesh]:
             f"{question.hardware.says} cannot be divided so: {words}",
             hint=f"memory.parallel may be auto; there are: {there}",
         )
-    yield from kept
+    order = question.job.pin("pipeline_schedule")
+    yield from kept if order is None else (mesh.ordered(order) for mesh in kept)
 
 
 def _indivisible(question: Question) -> ConfigError:

@@ -2,8 +2,8 @@
 ``traffic``'s."""
 
 import itertools
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 Stage = Literal[0, 1, 2, 3]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -41,6 +41,19 @@ class Mesh:
         return self.data * self.context * self.tensor * self.stages
 
     @property
+    def order(self) -> str:
+        """A pipeline's, as the user says it: ``1f1b``, ``gpipe``, ``interleaved2``."""
+        return self.schedule + (str(self.stages_a_rank) if self.stages_a_rank > 1 else "")
+
+    def ordered(self, order: str) -> "Mesh":
+        """The same with such an order, where there is a pipeline."""
+        schedule, _, count = order.partition("interleaved")
+        if self.stages == 1:
+            return self
+        name = cast(Schedule, schedule or "interleaved")
+        return replace(self, schedule=name, stages_a_rank=int(count or 1))
+
+    @property
     def sharing(self) -> int:
         """Ranks that states are divided among: those that share tokens hold the same weights, too."""
         return self.shards * self.context if self.stage else 1
@@ -73,9 +86,12 @@ class Mesh:
         alone = f" (ZeRO-{self.stage})" if self.stage and self.shards == 1 else ""
         parts = [
             (self.tensor, f"{self.tensor} tensor parallel"),
-            (self.stages, f"{self.stages} pipeline stages"),
+            (self.stages, f"{self.stages} pipeline stages{self._order_says()}"),
             (self.shards, f"{self.shards} sharded (ZeRO-{self.stage})"),
             (self.context, f"{self.context} context parallel{alone}"),
             (self.replicas, f"{self.replicas} data parallel"),
         ]
         return " x ".join(text for degree, text in parts if degree > 1) or "one device"
+
+    def _order_says(self) -> str:
+        return {"1f1b": "", "gpipe": " (GPipe)"}.get(self.schedule, f" (each of {self.stages_a_rank}, interleaved)")

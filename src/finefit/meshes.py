@@ -19,7 +19,7 @@ from .traffic import per_machine
 
 _MOST_STAGES = 16
 # Keys of memory.* and the degree of a mesh that each of them is.
-DEGREES = {"zero": "stage", "tensor_parallel": "tensor", "pipeline_parallel": "stages"}
+DEGREES = {"zero": "stage", "tensor_parallel": "tensor", "pipeline_parallel": "stages", "context_parallel": "context"}
 LONG = 16_384  # tokens of an example, from which one device may not have room for it and others do
 
 

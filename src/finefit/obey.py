@@ -45,7 +45,7 @@ def obeyed(plan: Plan, wish: Wish) -> Plan:
         contradictions.insert(0, f"it is for {plan.model}, the model is {model.name}")
     mesh = mesh_of(plan.techniques)
     for key, degree in degrees(wish.config.memory.parallel).items():
-        if key in DEGREES and (has := getattr(mesh, DEGREES[key])) != int(degree):
+        if (has := str(getattr(mesh, DEGREES.get(key, "order")))) != degree:
             contradictions.append(f"memory.parallel is {wish.config.memory.parallel}, the plan has {key} {has}")
     asked, zero = asked_by(wish.config), plan.technique("zero")
     if asked and not (isinstance(zero, Zero) and zero.does(asked)):

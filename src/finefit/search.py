@@ -146,8 +146,8 @@ def _caveats(question: Question) -> list[str]:
         notes.append("attention is counted as it runs on a CPU, and no slack of the allocator: --verify simulates both")
     if question.hardware.name.startswith(UNNAMED):
         notes.append(f"of a size alone no rates are known: the seconds are those of an {STAND_IN}")
-    if question.hardware.count > 1:
-        notes.append("for planning: what trains here trains on one device")
+    if question.hardware.count > 1 and question.hardware.kind == "cuda":
+        notes.append("several devices were tried as processes on a CPU, where they are exact; not with NCCL")
         if not question.hardware.network_bytes_per_s and question.hardware.count > per_machine(question.hardware):
             notes.append(f"taken as machines of {MACHINE} devices with {NETWORK / 1e9:.0f} GB/s between them")
     if isinstance(question.batches, Uniform):

@@ -9,6 +9,7 @@ from test_search import ask, pinned
 from finefit.batches import FromOrder, Uniform
 from finefit.candidates import Question, rewrite
 from finefit.config import Config
+from finefit.config.parallel import degrees, words_of
 from finefit.cost import seconds_per_step
 from finefit.errors import ConfigError, DoesNotFit
 from finefit.explain import explained
@@ -330,6 +331,48 @@ def test_a_plan_for_several_devices_is_not_begun_on_one():
     assert (
         obeyed(plan, Wish(config, asked.model, asked.hardware, asked.batches, 64, None)).techniques == plan.techniques
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "mesh"),
+    [
+        ("pipeline2", Mesh(stages=2)), ("pipeline2,1f1b", Mesh(stages=2)), ("zero0", None),
+        ("pipeline2 gpipe", Mesh(stages=2, schedule="gpipe")),
+        ("Interleaved3,pipeline2", Mesh(stages=2, schedule="interleaved", stages_a_rank=3)),
+    ],
+)  # fmt: skip
+def test_the_order_of_a_pipeline_is_the_users(said, mesh):
+    if mesh is None:
+        with pytest.raises(ValueError, match="no way to share a run"):
+            words_of(said)
+        return
+    job = dataclasses.replace(FULL, method="lora", pins=tuple(degrees(words_of(said)).items()))
+    plan = search(question("2x A100-80GB", job))
+    assert mesh_of(plan.techniques) == mesh
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("gpipe", "'gpipe' has an order of a pipeline and no pipeline; say pipeline2,gpipe"),
+        ("pipeline2,gpipe,interleaved2", "says one thing twice"),
+        ("data,zero2", "says one thing twice"),
+        ("pipeline2,interleave2", "did you mean 'interleaved2'"),
+    ],
+)  # fmt: skip
+def test_words_that_do_not_go_together(said, why):
+    with pytest.raises(ValueError, match=why):
+        words_of(said)
+
+
+def test_a_plan_with_another_order_is_not_the_one_that_is_wished():
+    asked = question("2x A100-80GB", dataclasses.replace(FULL, method="lora", pins=(("pipeline_parallel", "2"),)))
+    config = Config(
+        model="meta-llama/Llama-3.1-8B", method="lora", train={"global_batch_size": 64, "max_length": 2048},
+        memory={"parallel": "pipeline2,gpipe"},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"memory\.parallel is pipeline2,gpipe, the plan has pipeline_schedule 1f1b"):
+        obeyed(search(asked), Wish(config, asked.model, asked.hardware, asked.batches, 64, None))
 
 
 def test_more_devices_than_examples_are_still_used():

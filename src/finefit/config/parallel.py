@@ -6,6 +6,9 @@ from typing import Any
 from ..errors import did_you_mean
 
 _DEGREE = re.compile(r"(data|zero[123]|(?:tensor|pipeline|context)[1-9]\d*)")
+_ORDER = re.compile(r"(gpipe|1f1b|interleaved[2-9])")
+_KNOWN = ("data", "zero1", "zero2", "zero3", "tensor2", "pipeline2", "context2", "gpipe", "1f1b", "interleaved2")
+_KEYS = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "context": "context_parallel", "data": "zero"}
 
 
 def words_of(value: Any) -> Any:
@@ -14,22 +17,29 @@ def words_of(value: Any) -> Any:
         return "data"
     words = [word for word in re.split(r"[\s,x+]+", str(value).lower()) if word]
     for word in words:
-        if word != "auto" and not _DEGREE.fullmatch(word):
-            near = did_you_mean(word, ("data", "zero1", "zero2", "zero3", "tensor2", "pipeline2", "context2"))
+        if word != "auto" and not (_DEGREE.fullmatch(word) or _ORDER.fullmatch(word)):
+            near = did_you_mean(word, _KNOWN)
             raise ValueError(
                 f"'{word}' is no way to share a run; {near or 'say data, zero3, tensor2, pipeline2, context2'}"
             )
-    kinds = [word.rstrip("0123456789") for word in words]
-    if len(set(kinds) - {"data"}) + ("data" in kinds) != len(kinds) or {"data", "zero"} <= set(kinds):
+    kinds = [_kind(word) for word in words]
+    if len(set(kinds)) != len(kinds):
         raise ValueError(f"'{value}' says one thing twice")
+    if "pipeline_schedule" in kinds and "pipeline_parallel" not in kinds:
+        raise ValueError(f"'{value}' has an order of a pipeline and no pipeline; say pipeline2,{words[-1]}")
     return ",".join(words) or "auto"
 
 
 def degrees(parallel: str) -> dict[str, str]:
-    """The plan's constraints: ZeRO's stage, 0 of data, and how many devices share a matrix, the blocks, an example."""
-    names = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "context": "context_parallel"}
-    found: dict[str, str] = {}
-    for word in parallel.split(",") if parallel != "auto" else ():
-        kind = word.rstrip("0123456789")
-        found[names.get(kind, "zero")] = word.removeprefix(kind) or "0"
-    return found
+    """The plan's constraints: ZeRO's stage, 0 of data; how many devices share a matrix, the blocks, an example; the order of
+    a pipeline."""
+    words = parallel.split(",") if parallel != "auto" else ()
+    return {_kind(w): w if _ORDER.fullmatch(w) else w.strip("abcdefghijklmnopqrstuvwxyz") or "0" for w in words}
+
+
+def _kind(word: str) -> str:
+    """What a word is about."""
+    if _ORDER.fullmatch(word):
+        return "pipeline_schedule"
+    name = word.rstrip("0123456789")
+    return _KEYS.get(name, name)

@@ -264,7 +264,8 @@ class Memory(_Section):
     parallel: Annotated[str, BeforeValidator(words_of)] = Field(
         default="auto",
         description="how several devices share the run: data, zero1 (optimizer states), zero2 (gradients too), zero3 (weights "
-        "too), tensor2, pipeline2, context2 (so many devices for a matrix, the blocks, an example); some of them, as zero2,tensor4",
+        "too), tensor2, pipeline2, context2 (so many devices for a matrix, the blocks, an example); some of them, as "
+        "zero2,tensor4; of a pipeline also its order: 1f1b, gpipe, interleaved2 (so many stages a device)",
     )
 
     def pins(self) -> tuple[tuple[str, str], ...]:
